@@ -1,0 +1,113 @@
+// Client of the pool: what tm.put and tm.get stand on.
+//
+// A Client belongs to one process, owns (or shares) an Engine, holds a session with this host's node and, when an object
+// lives elsewhere, with that node. Threads: every method is safe from any thread; all may block up to their deadline
+// and release nothing of Python's. After close(): `closed`. In a forked child: `forked` (the Python layer re-attaches).
+// Objects that were handed out stay readable after close(): the session stays until the last mapping dies.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/api.h"
+#include "common/clock.h"
+#include "memory/segment.h"
+#include "pool/types.h"
+#include "transfer/engine.h"
+
+namespace tm::pool {
+
+struct ClientOptions {
+  std::string node_address;     // "unix:///run/…/node.sock" or "tcp://host:7400"
+  std::string token;
+  std::string name = "client";
+  std::string host_id;
+  EnginePtr engine;             // null: the client makes its own
+  double view_ttl_s = 1.0;
+};
+
+struct PutOptions {
+  Kind kind = Kind::named;
+  IfExists if_exists = IfExists::replace;
+  uint32_t replicas = 1;        // on different hosts; not to be met: pool_full / unsupported, unless lenient
+  bool replicas_lenient = false;
+  std::string label;            // version=
+  uint32_t part = 0, parts = 1; // several writers of one object: same label, parts gather, visible at n of n
+  bool checksum = false;
+};
+struct PutOutcome {
+  Version version;
+  bool stored = true;           // false: if_exists=keep found one, or a sealed copy was there
+};
+
+struct GetOptions {
+  std::optional<Version> at_least;
+  std::string label;            // version=: key_not_found if the current one has another label
+};
+
+// A found version. Reading validates the generation after the data; an object superseded in between is looked up again
+// by Client::read (named) or read from another replica.
+class TM_API Object {
+ public:
+  virtual ~Object() = default;
+  virtual const ObjectInfo& info() const = 0;
+  virtual bool local() const = 0;      // on this host's node: mappable
+};
+using ObjectPtr = std::shared_ptr<Object>;
+
+struct MappedObject {
+  std::shared_ptr<std::byte> data;     // contiguous; pins and maps live as long as this pointer
+  uint64_t nbytes = 0;
+  bool zero_copy = false;              // false: small, over budget, or remote: a private copy
+};
+
+struct PoolStats {
+  struct Node {
+    NodeId id;
+    std::string address, host_id;
+    uint64_t limit_bytes, used_bytes, limbo_bytes, prepared_bytes, extents, evictions, pinned;
+    bool is_home;
+  };
+  uint64_t view = 0, keys = 0;
+  std::vector<Node> nodes;
+  uint64_t client_maps = 0, client_mapped_bytes = 0;
+};
+
+class TM_API Client {
+ public:
+  static Result<std::shared_ptr<Client>> connect(ClientOptions options, Deadline deadline);
+  virtual ~Client() = default;
+
+  // The concatenation of `data` becomes the object. Bytes are read until the call returns. All or nothing: on error
+  // nothing is visible, except after deadline_exceeded in the commit, whose message says "outcome unknown".
+  virtual Result<PutOutcome> put(std::string_view key, std::string_view meta, std::span<const iovec> data,
+                                 const PutOptions& options, Deadline deadline) = 0;
+  virtual Result<ObjectPtr> locate(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
+  // Bytes [offset, offset + sum(out)) of the object into `out`, validated. If the object was superseded meanwhile:
+  // busy-free retry is the caller's (get_into does it), code corrupt is never returned for that; it is key_not_found
+  // with "superseded" when this version is gone.
+  virtual Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) = 0;
+  // The object as memory. read_only: over the persistent shared map (a write to it crashes the caller); otherwise a
+  // private copy-on-write map or, for small or remote objects, a copy.
+  virtual Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) = 0;
+
+  virtual Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) = 0;
+  virtual Result<bool> remove(std::string_view key, Deadline deadline) = 0;   // false: was not there
+  virtual Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) = 0;
+  virtual Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
+  virtual Result<PoolStats> stat(Deadline deadline) = 0;
+  // Batches: one call, per-key outcome. Same order as the keys.
+  virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
+
+  virtual const EnginePtr& engine() const = 0;
+  virtual bool alive() const = 0;      // the local node's session
+  virtual void close() = 0;
+};
+using ClientPtr = std::shared_ptr<Client>;
+
+}  // namespace tm::pool

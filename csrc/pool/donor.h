@@ -1,0 +1,130 @@
+// Donor: the memory one node lends, and the truth about what is in it. No network, no clock of its own, no threads:
+// a data structure that the node's service (and the simulator) drives.
+//
+// Memory: data segments plus one table segment, all memfds held by the keeper, so that a restarted worker attaches to
+// them (`attach`) and finds every published entry. A table entry is published by its state word, last.
+// Generation words live in the table (read-only to clients): a reader on this host reads them in place, a remote one
+// through the engine, after the payload. They change, with a fence, before an extent is superseded or reused.
+// Pins: a client's own slot page (a small memfd it can write) holds (extent, generation) per pinned extent: write
+// slot, full fence, re-read the word, then map. reclaim() changes the word, full fence, scans all slot pages once per
+// batch; extents still pinned wait in limbo, unfindable and counted, until unpinned or their session ends.
+//
+// Threads: one caller at a time (the service's worker thread), except what clients do through shared memory.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/api.h"
+#include "memory/segment.h"
+#include "pool/types.h"
+
+namespace tm::pool {
+
+struct DonorOptions {
+  uint64_t limit_bytes = 0;            // of data; exhaustion evicts, then pool_full
+  uint64_t grow_step_bytes = 64 << 20; // fallocate in steps
+  uint32_t max_extents = 1 << 20;
+};
+
+// One entry of the shared table, 128 bytes. Read by clients on this host; only the donor writes.
+struct alignas(128) ExtentEntry {
+  uint64_t generation;                 // atomic; odd/even has no meaning, it just never repeats
+  uint32_t state;                      // atomic ExtentState; published last
+  uint32_t piece_count;
+  uint64_t nbytes;
+  uint64_t key_hash[2];
+  uint64_t version_view, version_counter;
+  uint32_t record_segment;             // where key, meta, pieces are recorded for attach()
+  uint32_t record_nbytes;
+  uint64_t record_offset;
+  uint64_t reserved[5];
+};
+static_assert(sizeof(ExtentEntry) == 128);
+
+struct ReserveRequest {
+  TxnId txn{};
+  std::string key;
+  Kind kind = Kind::named;
+  uint64_t nbytes = 0;
+  uint32_t part = 0, parts = 1;
+  std::string meta, label;
+  SessionId writer = 0;                // its end drops the reservation
+};
+struct Reservation {
+  ExtentRef extent;
+  std::vector<Piece> pieces;
+};
+struct Announcement {                  // what a donor tells a (new) home about one extent
+  std::string key;
+  Kind kind;
+  Version version;
+  ExtentState state;
+  uint64_t nbytes;
+  std::string meta, label;
+  uint32_t part, parts;
+  TxnId txn;
+  ExtentRef extent;
+  std::vector<Piece> pieces;
+  uint32_t crc32c;
+  bool has_crc;
+};
+struct DonorStats {
+  uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
+  uint64_t extents = 0, limbo_extents = 0, prepared_extents = 0, pinned_extents = 0, evictions = 0;
+};
+
+class TM_API Donor {
+ public:
+  // Fresh memory, or what a previous worker left (fds in the order that handles() gave).
+  static Result<std::unique_ptr<Donor>> create(DonorOptions options);
+  static Result<std::unique_ptr<Donor>> attach(DonorOptions options, std::vector<std::shared_ptr<Segment>> segments);
+  virtual ~Donor() = default;
+
+  // Table first, then data segments. `on_new_segment` runs when one is added, so that the keeper gets a copy of it.
+  virtual std::vector<std::shared_ptr<Segment>> segments() const = 0;
+  virtual void on_new_segment(std::function<void(uint32_t index, const std::shared_ptr<Segment>&)> fn) = 0;
+
+  // All bytes at once or pool_full (message has asked, free, limit, pinned). Evicts exactly as many bytes as needed,
+  // least valuable first; `evicted` reports them so that the home forgets them.
+  virtual Result<Reservation> reserve(const ReserveRequest& request) = 0;
+  virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c) = 0;  // prepared -> committed
+  virtual Status finalize(ExtentRef extent) = 0;                 // committed -> final
+  virtual Status supersede(ExtentRef extent) = 0;                // changes the generation word; then free() may follow
+  virtual Status free(ExtentRef extent) = 0;                     // limbo while pinned or while the writer may still write
+  virtual void drop_txn(const TxnId& txn) = 0;                   // PREPARED parts of an aborted transaction
+  virtual std::vector<std::pair<TxnId, std::string>> prepared() const = 0;  // (txn, key) still open
+  virtual void touch(ExtentRef extent) = 0;                      // a use, for eviction
+  virtual void set_evicted_callback(std::function<void(const Announcement&)> fn) = 0;
+
+  virtual Result<Announcement> describe(ExtentRef extent) const = 0;  // stale generation: key_not_found
+  virtual std::vector<Announcement> announce() const = 0;        // COMMITTED and FINAL, not superseded
+  virtual std::vector<std::string> keys(std::string_view prefix, size_t limit) const = 0;
+
+  // Sessions: a client's slot page (opened once), its pins, its unfinished writes.
+  virtual Result<std::shared_ptr<Segment>> open_slots(SessionId session) = 0;
+  // The session is over (EOF: the process is dead or has closed): its pins end, its PREPARED parts are dropped, limbo
+  // is swept. Extents that it may still be writing into are safe to reuse only after this.
+  virtual void end_session(SessionId session) = 0;
+  // A pin held for a remote reader, a hint with a time limit; `now_ns` is passed in.
+  virtual void hint_pin(ExtentRef extent, int64_t until_ns) = 0;
+  virtual void sweep(int64_t now_ns) = 0;
+
+  virtual DonorStats stats() const = 0;
+  // Sum of pieces = used bytes, no overlap, no orphan: ok or corrupt with what is wrong. For tests and `doctor`.
+  virtual Status check() const = 0;
+};
+
+// Client side of the slot page (header-only user: pool/client). 8192 slots of (extent index, generation).
+struct PinSlot {
+  uint64_t generation;   // 0: free
+  uint32_t extent;
+  uint32_t pad;
+};
+inline constexpr uint32_t kPinSlots = 8192;
+
+}  // namespace tm::pool

@@ -1,0 +1,34 @@
+// Node: the pool's process on a host. A single-threaded keeper owns the memfds, the listening sockets and the folder's
+// lock, and forks the worker (service + donor + perhaps home); a dead worker is restarted and attaches to the same
+// memory; the worker dies with the keeper. Started by tm.init() when nobody answers, or as a service by
+// `torch-mooncake node`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common/api.h"
+#include "common/status.h"
+#include "pool/types.h"
+
+namespace tm::pool {
+
+struct NodeOptions {
+  std::string runtime_dir;             // 0700, ours; holds <pool>/node.sock, lock, log, token
+  std::string pool = "default";
+  std::vector<std::string> listen;     // extra: "tcp://0.0.0.0:7400" (needs a token)
+  std::string leader;                  // empty: this node is the leader (first directory node); else its address
+  std::string token;                   // default: the pool's token file in runtime_dir, made if absent
+  std::string host_id;
+  uint64_t memory_bytes = 0;           // 0: 25 % of what the cgroup allows
+  double linger_s = 60;                // exits this long after its last client; < 0: never
+  int ready_fd = -1;                   // gets "ready <address>\n" or "error <text>\n", then EOF
+};
+
+// Runs the keeper in this process until it is told to stop (SIGTERM drains) or lingers out. Returns its exit code.
+TM_API int run_node(const NodeOptions& options);
+
+// The service inside the worker, for the keeper and for tests that want a node in one process.
+class Donor;
+
+}  // namespace tm::pool

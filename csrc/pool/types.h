@@ -1,0 +1,69 @@
+// The words of the pool, shared by donor, home, node and client. See docs/pool.md and the blueprint's section on the pool.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/bytes.h"
+#include "common/status.h"
+
+namespace tm::pool {
+
+using NodeId = Id128;      // random per worker start: an incarnation
+using TxnId = Id128;
+using SessionId = uint64_t;
+
+inline constexpr uint32_t kMaxKeyBytes = 1024;
+inline constexpr uint32_t kMaxMetaBytes = 1 << 20;
+inline constexpr uint32_t kMaxPieces = 64;
+inline constexpr uint64_t kPageBytes = 4096;
+inline constexpr uint64_t kSlabLimit = 32 * 1024;   // smaller parts live in slabs: copied, never mapped
+inline constexpr uint32_t kShards = 4096;
+
+enum class Kind : uint8_t { named = 0, sealed = 1 };
+enum class IfExists : uint8_t { replace = 0, keep = 1, error = 2 };
+
+// (view, counter), assigned by the home at commit; totally ordered.
+struct Version {
+  uint64_t view = 0;
+  uint64_t counter = 0;
+  auto operator<=>(const Version&) const = default;
+};
+
+// A run of bytes in a donor's segment. Page aligned from kSlabLimit up.
+struct Piece {
+  uint32_t segment = 0;   // index among the donor's data segments
+  uint64_t offset = 0;
+  uint64_t nbytes = 0;
+};
+
+// One object part on one donor. `generation` is the value of the extent's generation word while the bytes are valid;
+// it never repeats in a pool's life.
+struct ExtentRef {
+  uint32_t index = 0;     // slot in the donor's extent table
+  uint64_t generation = 0;
+};
+
+enum class ExtentState : uint32_t { free = 0, prepared, committed, final, superseded, limbo };
+
+// A replica as the directory hands it to readers.
+struct Replica {
+  NodeId node{};
+  ExtentRef extent;
+  std::vector<Piece> pieces;
+};
+
+struct ObjectInfo {
+  std::string key;
+  Kind kind = Kind::named;
+  Version version;
+  uint64_t nbytes = 0;
+  std::string meta;       // opaque to the pool: how Python describes the tensors inside
+  std::string label;      // the caller's version= label
+  uint32_t crc32c = 0;    // of the bytes, if has_crc
+  bool has_crc = false;
+  std::vector<Replica> replicas;
+};
+
+}  // namespace tm::pool

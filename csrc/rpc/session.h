@@ -1,0 +1,158 @@
+// Session: an authenticated relation of two engines (processes), made of one or more lanes (connections).
+//
+// A session carries (1) control messages: calls with one answer each, and one-way posts, ordered per session;
+// (2) bulk frames: a small body followed by payload bytes that go straight from and to user memory. Control messages
+// ride the first lane and overtake queued bulk frames there. Small control messages are written on the caller's
+// thread when the socket takes them.
+//
+// Ownership: sessions are shared_ptrs; the Endpoint holds one until it closes. Threads: every method is safe from any
+// thread. Callbacks run on the endpoint's I/O threads and must not block, unless said otherwise. After the end of a
+// session (EOF, error, close, the peer's death) every pending call fails with peer_lost (or closed), once, and
+// on_close callbacks run, once; calls made later fail at once.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/api.h"
+#include "common/bytes.h"
+#include "common/clock.h"
+#include "common/fd.h"
+#include "common/status.h"
+
+namespace tm::rpc {
+
+// Who somebody is. Sent after authentication.
+struct TM_API Identity {
+  Id128 engine{};             // random per Endpoint: an incarnation, never reused
+  std::string host_id;        // setting, or the boot id; equal host ids are a hint, a Unix lane is the proof
+  std::string name;           // for people: "node", "client", "rank3"
+  std::string role;           // what handlers may check: "node", "client", "engine"
+  uint32_t pid = 0;           // as the peer sees itself
+  uint64_t nonce_address = 0; // address of a 16-byte random value in the peer's memory, and the value itself:
+  Id128 nonce{};              //   lets process_vm_readv prove that a pid is this peer
+  std::vector<std::string> addresses;  // where it listens: "tcp://…", "unix://…" ("unix://@name" is abstract)
+  void encode(ByteWriter& out) const;
+  static Identity decode(ByteReader& in);
+};
+
+struct Message {
+  std::string body;
+  std::vector<UniqueFd> fds;  // only over a Unix lane
+};
+
+using CallDone = std::function<void(Result<Message>)>;
+
+// The answer to one call. Movable; answers once, from any thread; dropped unanswered it answers `internal`.
+class TM_API Responder {
+ public:
+  struct State;
+  Responder() = default;
+  explicit Responder(std::shared_ptr<State> state);
+  Responder(Responder&&) noexcept;
+  Responder& operator=(Responder&&) noexcept;
+  ~Responder();
+  void ok(std::string body = {}, std::vector<UniqueFd> fds = {});
+  void fail(const Status& status);  // arrives at the caller as the same code, message and retryability
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+class Lane;
+
+// Where the payload of one arriving bulk frame goes. Lives until finish() returns.
+class TM_API BulkReceive {
+ public:
+  virtual ~BulkReceive() = default;
+  // Where payload byte `offset` and the following go now; at most `wanted` bytes. Called before every recv, so this
+  // is where grants are re-checked. An empty span sends the rest of the payload to a sink (and is asked no more).
+  virtual std::span<std::byte> window(uint64_t offset, uint64_t wanted) = 0;
+  // `nbytes` were placed in the last window.
+  virtual void filled(uint64_t nbytes) = 0;
+  // The frame is over: ok, or the lane died inside it. Nothing writes to the windows any more.
+  virtual void finish(const Status& status) = 0;
+};
+
+class TM_API BulkHandler {
+ public:
+  virtual ~BulkHandler() = default;
+  // A bulk frame's header and body have arrived. Returning null sinks the payload.
+  virtual std::unique_ptr<BulkReceive> begin(Lane& lane, std::string_view body, uint64_t payload_bytes) = 0;
+};
+
+// One outgoing bulk frame. `payload` must stay valid until `sent` is called (always, once: ok when the kernel has the
+// last byte, else why not; the lane then touches the payload no more). `keep` is dropped after that.
+struct BulkFrame {
+  std::string body;
+  std::vector<iovec> payload;
+  std::function<void(const Status&)> sent;
+  std::shared_ptr<void> keep;
+};
+
+class Session;
+
+// One connection of a session, owned by one I/O thread.
+class TM_API Lane {
+ public:
+  virtual ~Lane() = default;
+  virtual Session& session() = 0;
+  virtual uint32_t index() const = 0;       // 0 is the control lane; equal on both sides
+  virtual bool is_unix() const = 0;
+  virtual std::string describe() const = 0; // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
+  virtual bool alive() const = 0;
+  // Queue a bulk frame behind those queued before. Fails (and does not call `sent`) only if the lane is dead.
+  virtual Status send_bulk(BulkFrame frame) = 0;
+  virtual uint64_t queued_bytes() const = 0;  // not yet given to the kernel
+  virtual uint64_t bytes_sent() const = 0;
+  virtual uint64_t bytes_received() const = 0;
+  // Shut the connection down (tests; a stuck lane). Both sides see it die; the session lives on while lane 0 does.
+  virtual void kill(const Status& why) = 0;
+};
+
+class TM_API Session : public std::enable_shared_from_this<Session> {
+ public:
+  virtual ~Session() = default;
+  virtual const Identity& peer() const = 0;
+  virtual const Identity& self() const = 0;
+  virtual bool is_initiator() const = 0;  // we connected
+  virtual bool alive() const = 0;
+  virtual Status status() const = 0;      // ok while alive, else why it ended
+
+  // Proven same host: a lane runs over a Unix socket and the host ids are equal.
+  virtual bool same_host() const = 0;
+  // The peer's pid in our pid namespace by SO_PEERCRED, 0 if not same_host().
+  virtual int peer_pid() const = 0;
+
+  // Control messages. At most 16 MiB of body. `call` answers by `done` (I/O thread), also with deadline_exceeded.
+  virtual void call(uint16_t method, std::string body, Deadline deadline, CallDone done,
+                    std::vector<UniqueFd> fds = {}) = 0;
+  // The same, waiting on this thread: spins at most 50 µs, then sleeps. Not from an I/O thread.
+  virtual Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline,
+                                    std::vector<UniqueFd> fds = {}) = 0;
+  virtual Status post(uint16_t method, std::string body) = 0;
+
+  // Bulk lanes. `lanes()` are those alive now. `open_lanes(n)`: have at least n (initiator only; the other side sees
+  // them appear). A dead lane is not reopened by itself.
+  virtual std::vector<std::shared_ptr<Lane>> lanes() const = 0;
+  virtual Status open_lanes(int n, Deadline deadline) = 0;
+
+  virtual void on_close(std::function<void(const Status&)> fn) = 0;       // runs at once if already over
+  virtual void on_lane_close(std::function<void(Lane&, const Status&)> fn) = 0;
+  virtual void close(const Status& why) = 0;  // returns at once
+
+  // Any one object may hang its per-session state here (transfer, pool: one slot each; see Slot).
+  enum Slot : int { kTransferSlot = 0, kPoolSlot = 1, kCollectivesSlot = 2, kSlots = 3 };
+  virtual void set_state(Slot slot, std::shared_ptr<void> state) = 0;
+  virtual std::shared_ptr<void> state(Slot slot) const = 0;
+};
+using SessionPtr = std::shared_ptr<Session>;
+
+}  // namespace tm::rpc

@@ -1,3 +1,3 @@
 // What libtorch_mooncake.so exports: everything else is hidden.
 #pragma once
-#define TM_API __attribute__((visibility("default")))
+#define TM_API [[gnu::visibility("default")]]

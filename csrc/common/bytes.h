@@ -9,15 +9,14 @@
 #include <string_view>
 #include <type_traits>
 
-namespace tm {
+namespace torch_mooncake {
 
 using Id128 = std::array<uint8_t, 16>;  // random identity: engine, segment, transaction, …
 
 class ByteWriter {
  public:
   template <typename T>
-    requires std::is_arithmetic_v<T> || std::is_enum_v<T>
-  ByteWriter& put(T value) {
+  requires std::is_arithmetic_v<T> || std::is_enum_v<T> ByteWriter& put(T value) {
     out_.append(reinterpret_cast<const char*>(&value), sizeof value);  // little-endian hosts only
     return *this;
   }
@@ -42,8 +41,7 @@ class ByteReader {
  public:
   explicit ByteReader(std::string_view in) : in_(in) {}
   template <typename T>
-    requires std::is_arithmetic_v<T> || std::is_enum_v<T>
-  T get() {
+  requires std::is_arithmetic_v<T> || std::is_enum_v<T> T get() {
     T value{};
     if (in_.size() < sizeof(T)) {
       fail();
@@ -97,4 +95,4 @@ class ByteReader {
   bool ok_ = true;
 };
 
-}  // namespace tm
+}  // namespace torch_mooncake

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <ctime>
 
-namespace tm {
+namespace torch_mooncake {
 
 inline int64_t steady_ns() {
   timespec ts;
@@ -37,4 +37,4 @@ class Deadline {
   int64_t at_ns_;
 };
 
-}  // namespace tm
+}  // namespace torch_mooncake

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-namespace tm {
+namespace torch_mooncake {
 
 class UniqueFd {
  public:
@@ -29,4 +29,4 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-}  // namespace tm
+}  // namespace torch_mooncake

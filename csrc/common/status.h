@@ -10,7 +10,7 @@
 
 #include "common/api.h"
 
-namespace tm {
+namespace torch_mooncake {
 
 enum class Code : uint8_t {
   ok = 0,
@@ -23,16 +23,16 @@ enum class Code : uint8_t {
   peer_lost,          // the other process died or its connection broke
   deadline_exceeded,  // time ran out; the op is over all the same
   cancelled,
-  auth,               // wrong token, or not allowed
-  version_mismatch,   // the two sides speak different protocol versions
-  corrupt,            // bytes do not match their checksum or generation
-  layout_mismatch,    // two sides describe their tensors differently
-  busy,               // memory is still reachable by somebody: kept in quarantine
-  closed,             // used after close()
-  forked,             // used in a forked child
-  unsupported,        // unknown transport, absent capability
-  io,                 // a system call failed; message has errno's text
-  internal,           // a bug: please report
+  auth,              // wrong token, or not allowed
+  version_mismatch,  // the two sides speak different protocol versions
+  corrupt,           // bytes do not match their checksum or generation
+  layout_mismatch,   // two sides describe their tensors differently
+  busy,              // memory is still reachable by somebody: kept in quarantine
+  closed,            // used after close()
+  forked,            // used in a forked child
+  unsupported,       // unknown transport, absent capability
+  io,                // a system call failed; message has errno's text
+  internal,          // a bug: please report
 };
 
 TM_API const char* code_name(Code code);
@@ -64,8 +64,8 @@ class [[nodiscard]] TM_API Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                // NOLINT: implicit by design
-  Result(Status status) : status_(std::move(status)) {}        // NOLINT
+  Result(T value) : value_(std::move(value)) {}          // NOLINT: implicit by design
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT
   Result(Code code, std::string message) : status_(code, std::move(message)) {}
   bool is_ok() const { return value_.has_value(); }
   explicit operator bool() const { return is_ok(); }
@@ -83,18 +83,18 @@ class [[nodiscard]] Result {
   Status status_;
 };
 
-}  // namespace tm
+}  // namespace torch_mooncake
 
 #define TM_CONCAT_(a, b) a##b
 #define TM_CONCAT(a, b) TM_CONCAT_(a, b)
 // Return early with the failed status.
-#define TM_TRY(expr)                                  \
-  do {                                                \
-    if (::tm::Status tm_s_ = (expr); !tm_s_.is_ok()) return tm_s_; \
+#define TM_TRY(expr)                                                           \
+  do {                                                                         \
+    if (::torch_mooncake::Status tm_s_ = (expr); !tm_s_.is_ok()) return tm_s_; \
   } while (0)
 // TM_ASSIGN(auto x, f()): declare x from a Result or return its status.
-#define TM_ASSIGN_(tmp, decl, expr)  \
-  auto tmp = (expr);                 \
+#define TM_ASSIGN_(tmp, decl, expr)      \
+  auto tmp = (expr);                     \
   if (!tmp.is_ok()) return tmp.status(); \
   decl = std::move(tmp).value()
 #define TM_ASSIGN(decl, expr) TM_ASSIGN_(TM_CONCAT(tm_r_, __LINE__), decl, expr)

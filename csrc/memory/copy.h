@@ -10,7 +10,7 @@
 
 #include "common/api.h"
 
-namespace tm {
+namespace torch_mooncake {
 
 struct CopyPiece {
   void* dst;
@@ -39,4 +39,4 @@ class TM_API CopyPool {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace tm
+}  // namespace torch_mooncake

@@ -15,7 +15,7 @@
 #include "common/fd.h"
 #include "common/status.h"
 
-namespace tm {
+namespace torch_mooncake {
 
 enum class Protection { read_only, read_write };
 
@@ -40,7 +40,7 @@ class TM_API Segment {
 
   const Id128& id() const { return id_; }  // random; equal ids mean the same memory
   int fd() const { return fd_.get(); }
-  size_t size() const;      // bytes allocated now
+  size_t size() const;  // bytes allocated now
   size_t capacity() const { return capacity_; }
   Status grow(size_t new_size);
 
@@ -60,4 +60,4 @@ class TM_API Segment {
   std::shared_ptr<Lock> lock_;
 };
 
-}  // namespace tm
+}  // namespace torch_mooncake

@@ -1,9 +1,10 @@
 // Client of the pool: what tm.put and tm.get stand on.
 //
-// A Client belongs to one process, owns (or shares) an Engine, holds a session with this host's node and, when an object
-// lives elsewhere, with that node. Threads: every method is safe from any thread; all may block up to their deadline
-// and release nothing of Python's. After close(): `closed`. In a forked child: `forked` (the Python layer re-attaches).
-// Objects that were handed out stay readable after close(): the session stays until the last mapping dies.
+// A Client belongs to one process, owns (or shares) an Engine, holds a session with this host's node and, when an
+// object lives elsewhere, with that node. Threads: every method is safe from any thread; all may block up to their
+// deadline and release nothing of Python's. After close(): `closed`. In a forked child: `forked` (the Python layer
+// re-attaches). Objects that were handed out stay readable after close(): the session stays until the last mapping
+// dies.
 #pragma once
 
 #include <functional>
@@ -20,34 +21,34 @@
 #include "pool/types.h"
 #include "transfer/engine.h"
 
-namespace tm::pool {
+namespace torch_mooncake::pool {
 
 struct ClientOptions {
-  std::string node_address;     // "unix:///run/…/node.sock" or "tcp://host:7400"
+  std::string node_address;  // "unix:///run/…/node.sock" or "tcp://host:7400"
   std::string token;
   std::string name = "client";
   std::string host_id;
-  EnginePtr engine;             // null: the client makes its own
+  EnginePtr engine;  // null: the client makes its own
   double view_ttl_s = 1.0;
 };
 
 struct PutOptions {
   Kind kind = Kind::named;
   IfExists if_exists = IfExists::replace;
-  uint32_t replicas = 1;        // on different hosts; not to be met: pool_full / unsupported, unless lenient
+  uint32_t replicas = 1;  // on different hosts; not to be met: pool_full / unsupported, unless lenient
   bool replicas_lenient = false;
-  std::string label;            // version=
-  uint32_t part = 0, parts = 1; // several writers of one object: same label, parts gather, visible at n of n
+  std::string label;             // version=
+  uint32_t part = 0, parts = 1;  // several writers of one object: same label, parts gather, visible at n of n
   bool checksum = false;
 };
 struct PutOutcome {
   Version version;
-  bool stored = true;           // false: if_exists=keep found one, or a sealed copy was there
+  bool stored = true;  // false: if_exists=keep found one, or a sealed copy was there
 };
 
 struct GetOptions {
   std::optional<Version> at_least;
-  std::string label;            // version=: key_not_found if the current one has another label
+  std::string label;  // version=: key_not_found if the current one has another label
 };
 
 // A found version. Reading validates the generation after the data; an object superseded in between is looked up again
@@ -56,14 +57,14 @@ class TM_API Object {
  public:
   virtual ~Object() = default;
   virtual const ObjectInfo& info() const = 0;
-  virtual bool local() const = 0;      // on this host's node: mappable
+  virtual bool local() const = 0;  // on this host's node: mappable
 };
 using ObjectPtr = std::shared_ptr<Object>;
 
 struct MappedObject {
-  std::shared_ptr<std::byte> data;     // contiguous; pins and maps live as long as this pointer
+  std::shared_ptr<std::byte> data;  // contiguous; pins and maps live as long as this pointer
   uint64_t nbytes = 0;
-  bool zero_copy = false;              // false: small, over budget, or remote: a private copy
+  bool zero_copy = false;  // false: small, over budget, or remote: a private copy
 };
 
 struct PoolStats {
@@ -97,7 +98,7 @@ class TM_API Client {
   virtual Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) = 0;
 
   virtual Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) = 0;
-  virtual Result<bool> remove(std::string_view key, Deadline deadline) = 0;   // false: was not there
+  virtual Result<bool> remove(std::string_view key, Deadline deadline) = 0;  // false: was not there
   virtual Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) = 0;
   virtual Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
   virtual Result<PoolStats> stat(Deadline deadline) = 0;
@@ -105,9 +106,9 @@ class TM_API Client {
   virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
 
   virtual const EnginePtr& engine() const = 0;
-  virtual bool alive() const = 0;      // the local node's session
+  virtual bool alive() const = 0;  // the local node's session
   virtual void close() = 0;
 };
 using ClientPtr = std::shared_ptr<Client>;
 
-}  // namespace tm::pool
+}  // namespace torch_mooncake::pool

@@ -23,23 +23,23 @@
 #include "memory/segment.h"
 #include "pool/types.h"
 
-namespace tm::pool {
+namespace torch_mooncake::pool {
 
 struct DonorOptions {
-  uint64_t limit_bytes = 0;            // of data; exhaustion evicts, then pool_full
-  uint64_t grow_step_bytes = 64 << 20; // fallocate in steps
+  uint64_t limit_bytes = 0;             // of data; exhaustion evicts, then pool_full
+  uint64_t grow_step_bytes = 64 << 20;  // fallocate in steps
   uint32_t max_extents = 1 << 20;
 };
 
 // One entry of the shared table, 128 bytes. Read by clients on this host; only the donor writes.
 struct alignas(128) ExtentEntry {
-  uint64_t generation;                 // atomic; odd/even has no meaning, it just never repeats
-  uint32_t state;                      // atomic ExtentState; published last
+  uint64_t generation;  // atomic; odd/even has no meaning, it just never repeats
+  uint32_t state;       // atomic ExtentState; published last
   uint32_t piece_count;
   uint64_t nbytes;
   uint64_t key_hash[2];
   uint64_t version_view, version_counter;
-  uint32_t record_segment;             // where key, meta, pieces are recorded for attach()
+  uint32_t record_segment;  // where key, meta, pieces are recorded for attach()
   uint32_t record_nbytes;
   uint64_t record_offset;
   uint64_t reserved[5];
@@ -53,13 +53,13 @@ struct ReserveRequest {
   uint64_t nbytes = 0;
   uint32_t part = 0, parts = 1;
   std::string meta, label;
-  SessionId writer = 0;                // its end drops the reservation
+  SessionId writer = 0;  // its end drops the reservation
 };
 struct Reservation {
   ExtentRef extent;
   std::vector<Piece> pieces;
 };
-struct Announcement {                  // what a donor tells a (new) home about one extent
+struct Announcement {  // what a donor tells a (new) home about one extent
   std::string key;
   Kind kind;
   Version version;
@@ -92,17 +92,18 @@ class TM_API Donor {
   // All bytes at once or pool_full (message has asked, free, limit, pinned). Evicts exactly as many bytes as needed,
   // least valuable first; `evicted` reports them so that the home forgets them.
   virtual Result<Reservation> reserve(const ReserveRequest& request) = 0;
-  virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c) = 0;  // prepared -> committed
-  virtual Status finalize(ExtentRef extent) = 0;                 // committed -> final
-  virtual Status supersede(ExtentRef extent) = 0;                // changes the generation word; then free() may follow
-  virtual Status free(ExtentRef extent) = 0;                     // limbo while pinned or while the writer may still write
-  virtual void drop_txn(const TxnId& txn) = 0;                   // PREPARED parts of an aborted transaction
+  virtual Status commit(ExtentRef extent, Version version,
+                        std::optional<uint32_t> crc32c) = 0;  // prepared -> committed
+  virtual Status finalize(ExtentRef extent) = 0;              // committed -> final
+  virtual Status supersede(ExtentRef extent) = 0;             // changes the generation word; then free() may follow
+  virtual Status free(ExtentRef extent) = 0;                  // limbo while pinned or while the writer may still write
+  virtual void drop_txn(const TxnId& txn) = 0;                // PREPARED parts of an aborted transaction
   virtual std::vector<std::pair<TxnId, std::string>> prepared() const = 0;  // (txn, key) still open
-  virtual void touch(ExtentRef extent) = 0;                      // a use, for eviction
+  virtual void touch(ExtentRef extent) = 0;                                 // a use, for eviction
   virtual void set_evicted_callback(std::function<void(const Announcement&)> fn) = 0;
 
   virtual Result<Announcement> describe(ExtentRef extent) const = 0;  // stale generation: key_not_found
-  virtual std::vector<Announcement> announce() const = 0;        // COMMITTED and FINAL, not superseded
+  virtual std::vector<Announcement> announce() const = 0;             // COMMITTED and FINAL, not superseded
   virtual std::vector<std::string> keys(std::string_view prefix, size_t limit) const = 0;
 
   // Sessions: a client's slot page (opened once), its pins, its unfinished writes.
@@ -121,10 +122,10 @@ class TM_API Donor {
 
 // Client side of the slot page (header-only user: pool/client). 8192 slots of (extent index, generation).
 struct PinSlot {
-  uint64_t generation;   // 0: free
+  uint64_t generation;  // 0: free
   uint32_t extent;
   uint32_t pad;
 };
 inline constexpr uint32_t kPinSlots = 8192;
 
-}  // namespace tm::pool
+}  // namespace torch_mooncake::pool

@@ -11,18 +11,18 @@
 #include "common/status.h"
 #include "pool/types.h"
 
-namespace tm::pool {
+namespace torch_mooncake::pool {
 
 struct NodeOptions {
-  std::string runtime_dir;             // 0700, ours; holds <pool>/node.sock, lock, log, token
+  std::string runtime_dir;  // 0700, ours; holds <pool>/node.sock, lock, log, token
   std::string pool = "default";
-  std::vector<std::string> listen;     // extra: "tcp://0.0.0.0:7400" (needs a token)
-  std::string leader;                  // empty: this node is the leader (first directory node); else its address
-  std::string token;                   // default: the pool's token file in runtime_dir, made if absent
+  std::vector<std::string> listen;  // extra: "tcp://0.0.0.0:7400" (needs a token)
+  std::string leader;               // empty: this node is the leader (first directory node); else its address
+  std::string token;                // default: the pool's token file in runtime_dir, made if absent
   std::string host_id;
-  uint64_t memory_bytes = 0;           // 0: 25 % of what the cgroup allows
-  double linger_s = 60;                // exits this long after its last client; < 0: never
-  int ready_fd = -1;                   // gets "ready <address>\n" or "error <text>\n", then EOF
+  uint64_t memory_bytes = 0;  // 0: 25 % of what the cgroup allows
+  double linger_s = 60;       // exits this long after its last client; < 0: never
+  int ready_fd = -1;          // gets "ready <address>\n" or "error <text>\n", then EOF
 };
 
 // Runs the keeper in this process until it is told to stop (SIGTERM drains) or lingers out. Returns its exit code.
@@ -31,4 +31,4 @@ TM_API int run_node(const NodeOptions& options);
 // The service inside the worker, for the keeper and for tests that want a node in one process.
 class Donor;
 
-}  // namespace tm::pool
+}  // namespace torch_mooncake::pool

@@ -1,4 +1,5 @@
-// The words of the pool, shared by donor, home, node and client. See docs/pool.md and the blueprint's section on the pool.
+// The words of the pool, shared by donor, home, node and client. See docs/pool.md and the blueprint's section on the
+// pool.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,9 @@
 #include "common/bytes.h"
 #include "common/status.h"
 
-namespace tm::pool {
+namespace torch_mooncake::pool {
 
-using NodeId = Id128;      // random per worker start: an incarnation
+using NodeId = Id128;  // random per worker start: an incarnation
 using TxnId = Id128;
 using SessionId = uint64_t;
 
@@ -18,7 +19,7 @@ inline constexpr uint32_t kMaxKeyBytes = 1024;
 inline constexpr uint32_t kMaxMetaBytes = 1 << 20;
 inline constexpr uint32_t kMaxPieces = 64;
 inline constexpr uint64_t kPageBytes = 4096;
-inline constexpr uint64_t kSlabLimit = 32 * 1024;   // smaller parts live in slabs: copied, never mapped
+inline constexpr uint64_t kSlabLimit = 32 * 1024;  // smaller parts live in slabs: copied, never mapped
 inline constexpr uint32_t kShards = 4096;
 
 enum class Kind : uint8_t { named = 0, sealed = 1 };
@@ -33,7 +34,7 @@ struct Version {
 
 // A run of bytes in a donor's segment. Page aligned from kSlabLimit up.
 struct Piece {
-  uint32_t segment = 0;   // index among the donor's data segments
+  uint32_t segment = 0;  // index among the donor's data segments
   uint64_t offset = 0;
   uint64_t nbytes = 0;
 };
@@ -41,7 +42,7 @@ struct Piece {
 // One object part on one donor. `generation` is the value of the extent's generation word while the bytes are valid;
 // it never repeats in a pool's life.
 struct ExtentRef {
-  uint32_t index = 0;     // slot in the donor's extent table
+  uint32_t index = 0;  // slot in the donor's extent table
   uint64_t generation = 0;
 };
 
@@ -59,11 +60,11 @@ struct ObjectInfo {
   Kind kind = Kind::named;
   Version version;
   uint64_t nbytes = 0;
-  std::string meta;       // opaque to the pool: how Python describes the tensors inside
-  std::string label;      // the caller's version= label
-  uint32_t crc32c = 0;    // of the bytes, if has_crc
+  std::string meta;     // opaque to the pool: how Python describes the tensors inside
+  std::string label;    // the caller's version= label
+  uint32_t crc32c = 0;  // of the bytes, if has_crc
   bool has_crc = false;
   std::vector<Replica> replicas;
 };
 
-}  // namespace tm::pool
+}  // namespace torch_mooncake::pool

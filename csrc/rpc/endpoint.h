@@ -22,7 +22,7 @@
 #include "common/api.h"
 #include "rpc/session.h"
 
-namespace tm::rpc {
+namespace torch_mooncake::rpc {
 
 inline constexpr uint16_t kProtocolVersion = 1;
 inline constexpr size_t kMaxBody = size_t{16} << 20;
@@ -31,12 +31,12 @@ inline constexpr size_t kMaxBodyBeforeAuth = 512;
 struct EndpointOptions {
   std::string name = "engine";
   std::string role = "engine";
-  std::string token;                      // empty: only Unix sockets and loopback TCP may be bound
-  std::string host_id;                    // empty: the boot id
-  std::vector<uint32_t> allowed_uids;     // besides our own, on Unix sockets
-  int io_threads = 2;                     // 1..4
-  int heartbeat_ms = 500;                 // period; 0 turns it off
-  int heartbeat_limit_ms = 5000;          // silence after which a session is peer_lost
+  std::string token;                   // empty: only Unix sockets and loopback TCP may be bound
+  std::string host_id;                 // empty: the boot id
+  std::vector<uint32_t> allowed_uids;  // besides our own, on Unix sockets
+  int io_threads = 2;                  // 1..4
+  int heartbeat_ms = 500;              // period; 0 turns it off
+  int heartbeat_limit_ms = 5000;       // silence after which a session is peer_lost
   // Every TCP listener also opens an abstract Unix socket, told to peers in Identity, that proves "same host".
   bool same_host_listener = true;
 };
@@ -76,4 +76,4 @@ class TM_API Endpoint {
   virtual void close() = 0;
 };
 
-}  // namespace tm::rpc
+}  // namespace torch_mooncake::rpc

@@ -27,17 +27,17 @@
 #include "common/fd.h"
 #include "common/status.h"
 
-namespace tm::rpc {
+namespace torch_mooncake::rpc {
 
 // Who somebody is. Sent after authentication.
 struct TM_API Identity {
-  Id128 engine{};             // random per Endpoint: an incarnation, never reused
-  std::string host_id;        // setting, or the boot id; equal host ids are a hint, a Unix lane is the proof
-  std::string name;           // for people: "node", "client", "rank3"
-  std::string role;           // what handlers may check: "node", "client", "engine"
-  uint32_t pid = 0;           // as the peer sees itself
-  uint64_t nonce_address = 0; // address of a 16-byte random value in the peer's memory, and the value itself:
-  Id128 nonce{};              //   lets process_vm_readv prove that a pid is this peer
+  Id128 engine{};                      // random per Endpoint: an incarnation, never reused
+  std::string host_id;                 // setting, or the boot id; equal host ids are a hint, a Unix lane is the proof
+  std::string name;                    // for people: "node", "client", "rank3"
+  std::string role;                    // what handlers may check: "node", "client", "engine"
+  uint32_t pid = 0;                    // as the peer sees itself
+  uint64_t nonce_address = 0;          // address of a 16-byte random value in the peer's memory, and the value itself:
+  Id128 nonce{};                       //   lets process_vm_readv prove that a pid is this peer
   std::vector<std::string> addresses;  // where it listens: "tcp://…", "unix://…" ("unix://@name" is abstract)
   void encode(ByteWriter& out) const;
   static Identity decode(ByteReader& in);
@@ -104,9 +104,9 @@ class TM_API Lane {
  public:
   virtual ~Lane() = default;
   virtual Session& session() = 0;
-  virtual uint32_t index() const = 0;       // 0 is the control lane; equal on both sides
+  virtual uint32_t index() const = 0;  // 0 is the control lane; equal on both sides
   virtual bool is_unix() const = 0;
-  virtual std::string describe() const = 0; // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
+  virtual std::string describe() const = 0;  // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
   virtual bool alive() const = 0;
   // Queue a bulk frame behind those queued before. Fails (and does not call `sent`) only if the lane is dead.
   virtual Status send_bulk(BulkFrame frame) = 0;
@@ -124,7 +124,7 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   virtual const Identity& self() const = 0;
   virtual bool is_initiator() const = 0;  // we connected
   virtual bool alive() const = 0;
-  virtual Status status() const = 0;      // ok while alive, else why it ended
+  virtual Status status() const = 0;  // ok while alive, else why it ended
 
   // Proven same host: a lane runs over a Unix socket and the host ids are equal.
   virtual bool same_host() const = 0;
@@ -144,7 +144,7 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   virtual std::vector<std::shared_ptr<Lane>> lanes() const = 0;
   virtual Status open_lanes(int n, Deadline deadline) = 0;
 
-  virtual void on_close(std::function<void(const Status&)> fn) = 0;       // runs at once if already over
+  virtual void on_close(std::function<void(const Status&)> fn) = 0;  // runs at once if already over
   virtual void on_lane_close(std::function<void(Lane&, const Status&)> fn) = 0;
   virtual void close(const Status& why) = 0;  // returns at once
 
@@ -155,4 +155,4 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
 };
 using SessionPtr = std::shared_ptr<Session>;
 
-}  // namespace tm::rpc
+}  // namespace torch_mooncake::rpc

@@ -1,11 +1,10 @@
 // The transfer engine: moves bytes between memory of this process and memory of peers, over whatever connects them.
 //
 //   auto engine = Engine::create({.listen = {"tcp://127.0.0.1:0"}});
-//   auto region = engine->register_memory(ptr, nbytes, {});            // -> descriptor() is sent to the peer by the user
-//   auto peer   = engine->connect("tcp://…", deadline);
-//   auto remote = peer->open(descriptor, deadline);                     // a RemoteRegion: bounds, rights, generation
-//   auto op     = engine->write({{region, 0, remote, 4096, 65536}}, {.deadline = …});
-//   Status s    = op->wait(deadline);
+//   auto region = engine->register_memory(ptr, nbytes, {});            // -> descriptor() is sent to the peer by the
+//   user auto peer   = engine->connect("tcp://…", deadline); auto remote = peer->open(descriptor, deadline); // a
+//   RemoteRegion: bounds, rights, generation auto op     = engine->write({{region, 0, remote, 4096, 65536}}, {.deadline
+//   = …}); Status s    = op->wait(deadline);
 //
 // Promises (docs/transfer-engine.md): a completed write is visible at the destination; a completed read holds what the
 // source held; every op ends by its deadline + max(10 %, 250 ms) as done, failed, timeout or cancelled, after which no
@@ -31,27 +30,27 @@
 #include "memory/segment.h"
 #include "rpc/endpoint.h"
 
-namespace tm {
+namespace torch_mooncake {
 
 class Engine;
 class Peer;
 
 struct EngineOptions {
   rpc::EndpointOptions rpc;
-  std::vector<std::string> listen;      // empty: connects only
+  std::vector<std::string> listen;  // empty: connects only
   // Which transports may be used, in order of preference. Unknown names raise `unsupported`. "tcp" covers lanes over
   // Unix sockets too, named "unix" in transport_for() when they carry the bytes.
   std::vector<std::string> transports = {"local", "shm", "tcp"};
-  int lanes = 2;                        // TCP lanes a peer
-  uint64_t slice_bytes = 1 << 20;       // 256 KiB .. 4 MiB
-  int copy_threads = 0;                 // 0: the shared pool
+  int lanes = 2;                   // TCP lanes a peer
+  uint64_t slice_bytes = 1 << 20;  // 256 KiB .. 4 MiB
+  int copy_threads = 0;            // 0: the shared pool
 };
 
 struct RegionOptions {
-  bool readable = true;                 // by peers
+  bool readable = true;  // by peers
   bool writable = true;
-  std::shared_ptr<void> keep;           // dropped when the region is gone (a tensor)
-  std::string label;                    // for errors
+  std::shared_ptr<void> keep;  // dropped when the region is gone (a tensor)
+  std::string label;           // for errors
 };
 
 // Memory that peers may reach. Registering is cheap and may overlap other regions.
@@ -61,8 +60,9 @@ class TM_API Region {
   virtual std::byte* data() const = 0;
   virtual uint64_t nbytes() const = 0;
   virtual uint64_t id() const = 0;
-  virtual uint64_t generation() const = 0;   // random start, never repeats within an engine
-  virtual std::string descriptor() const = 0; // versioned bytes: engine, id, generation, nbytes, rights, access records
+  virtual uint64_t generation() const = 0;  // random start, never repeats within an engine
+  virtual std::string descriptor()
+      const = 0;  // versioned bytes: engine, id, generation, nbytes, rights, access records
 };
 using RegionPtr = std::shared_ptr<Region>;
 
@@ -72,7 +72,8 @@ class TM_API RemoteRegion {
   virtual ~RemoteRegion() = default;
   virtual uint64_t nbytes() const = 0;
   virtual const std::shared_ptr<Peer>& peer() const = 0;
-  virtual std::string transport() const = 0;  // what would carry a read from it: "local" "shm" "process_vm" "unix" "tcp"
+  virtual std::string transport()
+      const = 0;  // what would carry a read from it: "local" "shm" "process_vm" "unix" "tcp"
   // Non-null if the region lies in a segment this process has mapped (shm): the bytes themselves, for reading.
   virtual std::shared_ptr<const std::byte> mapped() const = 0;
 };
@@ -90,20 +91,20 @@ enum class OpState : uint8_t { pending, done, failed, timeout, cancelled };
 
 struct OpOptions {
   Deadline deadline = Deadline::after_ms(Deadline::kDefaultMs);
-  std::string notify;                     // delivered to the target once, after the data is visible; <= 64 KiB
-  std::shared_ptr<void> keep;             // dropped at the op's end, outside the engine's threads
+  std::string notify;                         // delivered to the target once, after the data is visible; <= 64 KiB
+  std::shared_ptr<void> keep;                 // dropped at the op's end, outside the engine's threads
   std::function<void(const Status&)> on_end;  // engine callback thread, once
 };
 
 class TM_API Op {
  public:
   virtual ~Op() = default;
-  virtual OpState state() const = 0;      // terminal states are final
-  virtual Status status() const = 0;      // ok while pending or done
+  virtual OpState state() const = 0;  // terminal states are final
+  virtual Status status() const = 0;  // ok while pending or done
   bool ended() const { return state() != OpState::pending; }
   // Waits for the end (spins <= 50 µs, then sleeps). If `deadline` passes first: deadline_exceeded, the op goes on.
   virtual Status wait(Deadline deadline = Deadline::never()) = 0;
-  virtual void cancel() = 0;              // asks; the op ends as cancelled unless it was done already
+  virtual void cancel() = 0;  // asks; the op ends as cancelled unless it was done already
   virtual uint64_t nbytes() const = 0;
   virtual uint64_t bytes_done() const = 0;
   virtual bool remote_quiescent() const = 0;  // after the end: no bytes of this op can land remotely any more
@@ -147,8 +148,8 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
 
   virtual Result<RegionPtr> register_memory(void* data, uint64_t nbytes, RegionOptions options) = 0;
   // Part of a shared segment: same-host peers map it instead of asking for copies.
-  virtual Result<RegionPtr> register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset,
-                                             uint64_t nbytes, RegionOptions options) = 0;
+  virtual Result<RegionPtr> register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset, uint64_t nbytes,
+                                             RegionOptions options) = 0;
   // No new access from now on; returns when no byte can land or be read any more, else `busy` naming the peer.
   virtual Status deregister(const RegionPtr& region, Deadline deadline) = 0;
 
@@ -164,12 +165,12 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   // Instead of the queue: called on the callback thread for each notification.
   virtual void on_notification(std::function<void(Notification)> fn) = 0;
 
-  virtual rpc::Endpoint& rpc() = 0;       // to register methods (before listening: use EngineOptions.listen = {} and
-                                          // listen() below)
+  virtual rpc::Endpoint& rpc() = 0;  // to register methods (before listening: use EngineOptions.listen = {} and
+                                     // listen() below)
   virtual Result<std::string> listen(const std::string& address) = 0;
   virtual EngineStats stats() const = 0;
   virtual void close() = 0;
 };
 using EnginePtr = std::shared_ptr<Engine>;
 
-}  // namespace tm
+}  // namespace torch_mooncake

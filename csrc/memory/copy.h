@@ -3,9 +3,9 @@
 // thread that synchronises with the caller, when the function returns (non-temporal stores are fenced).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <span>
 
 #include "common/api.h"
@@ -21,8 +21,13 @@ struct CopyPiece {
 // One thread, inline.
 TM_API void copy_bytes(void* dst, const void* src, size_t nbytes);
 
+// The ways to copy, for tests and benchmarks; copy_bytes picks.
+enum class CopyPath { plain, avx2, avx512 };
+TM_API bool copy_path_available(CopyPath path);
+TM_API void copy_bytes_by(CopyPath path, void* dst, const void* src, size_t nbytes);
+
 // A small pool of persistent copy threads (made on first use, asleep when idle, recreated after fork). The calling
-// thread always takes part. `threads` counts it.
+// thread always takes part. `threads` counts it. Several callers may use one pool at once. `fn` must not throw.
 class TM_API CopyPool {
  public:
   explicit CopyPool(int threads);
@@ -36,7 +41,9 @@ class TM_API CopyPool {
 
  private:
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  Impl& impl();  // this process's: a forked child gets a new one
+  const int threads_;
+  std::atomic<Impl*> impl_{nullptr};
 };
 
 }  // namespace torch_mooncake

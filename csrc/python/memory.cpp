@@ -1,0 +1,58 @@
+#include "python/memory.h"
+
+#include <sys/eventfd.h>
+
+#include "python/event.h"
+
+namespace torch_mooncake::python {
+
+namespace {
+
+// A Python buffer held in place (a bytearray cannot be resized meanwhile) and its address.
+class Pinned {
+ public:
+  Pinned(nb::handle object, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+      throw nb::python_error();
+  }
+  ~Pinned() { PyBuffer_Release(&view_); }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  uint64_t address() const { return reinterpret_cast<uint64_t>(view_.buf); }
+  uint64_t nbytes() const { return static_cast<uint64_t>(view_.len); }
+  bool read_only() const { return view_.readonly != 0; }
+
+ private:
+  Py_buffer view_{};
+};
+
+int mapped_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+  auto* mapped = nb::inst_ptr<Mapped>(nb::handle(self));
+  return PyBuffer_FillInfo(view, self, reinterpret_cast<void*>(mapped->address()),
+                           static_cast<Py_ssize_t>(mapped->nbytes()), 0, flags);
+}
+PyType_Slot mapped_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(mapped_getbuffer)}, {0, nullptr}};
+
+}  // namespace
+
+void bind_memory(nb::module_& m) {
+  nb::class_<Mapped>(m, "Mapped", nb::type_slots(mapped_slots), "Bytes of a pool object, with the buffer protocol.")
+      .def_prop_ro("address", &Mapped::address)
+      .def_prop_ro("nbytes", &Mapped::nbytes)
+      .def_prop_ro("zero_copy", &Mapped::zero_copy)
+      .def_prop_ro("read_only", &Mapped::read_only)
+      .def("__len__", &Mapped::nbytes);
+
+  nb::class_<Pinned>(m, "Pinned", "A buffer of Python's, held in place.")
+      .def(nb::init<nb::handle, bool>(), nb::arg("buffer"), nb::arg("writable") = true)
+      .def_prop_ro("address", &Pinned::address)
+      .def_prop_ro("nbytes", &Pinned::nbytes)
+      .def_prop_ro("read_only", &Pinned::read_only);
+
+  nb::class_<EventFd>(m, "EventFd", "An eventfd that ops signal at their end, for an event loop to watch.")
+      .def(nb::init<>())
+      .def("fileno", &EventFd::fileno)
+      .def("clear", &EventFd::clear);
+}
+
+}  // namespace torch_mooncake::python

@@ -1,0 +1,16 @@
+// torch_mooncake._core: everything torch-free, for Python.
+
+#include "python/support.h"
+
+#ifndef TM_VERSION
+#define TM_VERSION "0"
+#endif
+
+NB_MODULE(_core, m) {
+  using namespace torch_mooncake::python;
+  nb::set_leak_warnings(false);  // objects of a default context may outlive the module's teardown
+  m.attr("__version__") = TM_VERSION;
+  bind_memory(m);
+  bind_transfer(m);
+  bind_pool(m);
+}

@@ -23,31 +23,35 @@ ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / str(sys.implementation.cache_tag)
 
 
+TOOLS = BUILD / "tools"  # what the environment lacks of the build's requirements
+
+
 def tool(name: str) -> str:
-    """The path of cmake or ninja: beside this interpreter (their wheels put them there), else on PATH."""
+    """The path of cmake or ninja: beside this interpreter (their wheels put them there), on PATH, or fetched."""
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        raise SystemExit(f"torch_mooncake's build needs {name}: pip install {name}, or your system's package")
-    return found
+    return str(beside) if beside.exists() else shutil.which(name) or str(fetch(name) / "bin" / name)
 
 
-def require(module: str, why: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise SystemExit(f"torch_mooncake's build needs {module} for {sys.executable}: {why}")
+def fetch(name: str) -> Path:
+    """Installs one of pyproject's build requirements below the build folder: `--no-build-isolation` does not."""
+    folder = TOOLS / name
+    if not (folder / name).exists():
+        print(f"{name} is not installed: fetching it into {folder}", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), name]
+        if subprocess.run(pip).returncode != 0:
+            raise SystemExit(f"torch_mooncake's build needs {name}, which could not be fetched: pip install {name}")
+    return folder
 
 
 class CMakeBuild(build_ext):
     """Builds every native target at once and copies the result into the package (or beside its sources)."""
 
     def run(self) -> None:
-        require("nanobind", "pip install 'nanobind>=2.4'")
         with_torch = os.environ.get("TM_TORCH", "1") != "0"
-        if with_torch:
-            require(
-                "torch",
-                "install torch first and build with `pip install --no-build-isolation .`, or set TM_TORCH=0 to build "
-                "without the ops and the torch.distributed backend",
+        if with_torch and importlib.util.find_spec("torch") is None:
+            raise SystemExit(
+                f"torch_mooncake's build found no torch for {sys.executable}: install torch first and build with `pip "
+                "install --no-build-isolation .`, or set TM_TORCH=0 to leave out the ops and the distributed backend"
             )
         BUILD.mkdir(parents=True, exist_ok=True)
         with open(BUILD / ".lock", "w") as lock:
@@ -57,23 +61,29 @@ class CMakeBuild(build_ext):
                 replace(source, target)
 
     def configure_and_build(self, with_torch: bool) -> None:
+        cmake, ninja = tool("cmake"), tool("ninja")
+        if importlib.util.find_spec("nanobind") is None:
+            fetch("nanobind")
+        python_path = [*map(str, TOOLS.glob("*")), *filter(None, [os.environ.get("PYTHONPATH")])]
         configure = [
-            tool("cmake"),
+            cmake,
             *("-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja"),
-            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DTM_VERSION={self.distribution.get_version()}",
             f"-DTM_TORCH={'ON' if with_torch else 'OFF'}",
             f"-DTM_CUDA={'ON' if os.environ.get('TM_CUDA', '0') == '1' else 'OFF'}",
             *shlex.split(os.environ.get("TM_CMAKE_ARGS", "")),
         ]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
         stamp = BUILD / ".configured"  # Ninja runs CMake again by itself when a CMake file changes
         if not stamp.exists() or stamp.read_text() != "\n".join(configure):
             stamp.unlink(missing_ok=True)
-            subprocess.run(configure, check=True)
+            subprocess.run(configure, check=True, env=environment)
             stamp.write_text("\n".join(configure))
         jobs = os.environ.get("TM_JOBS", str(len(os.sched_getaffinity(0))))
-        subprocess.run([tool("cmake"), "--build", str(BUILD), "--target", "tm_package", "-j", jobs], check=True)
+        build = [cmake, "--build", str(BUILD), "--target", "tm_package", "-j", jobs]
+        subprocess.run(build, check=True, env=environment)
 
     def files(self) -> list[tuple[Path, Path]]:
         """(built file, its place in the package)."""

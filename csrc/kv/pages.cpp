@@ -9,9 +9,9 @@
 namespace torch_mooncake::kv {
 namespace {
 
-constexpr int64_t kChunkNbytes = 1 << 20;    // a page larger than this is shared out between threads
-constexpr int64_t kGrainNbytes = 256 << 10;  // what one thread must have to do to be worth its wake-up
-constexpr int64_t kNonTemporalNbytes = 8 << 20;
+constexpr int64_t kChunkNbytes = 1 << 20;         // a page larger than this is shared out between threads
+constexpr int64_t kGrainNbytes = 256 << 10;       // what one thread must have to do to be worth its wake-up
+constexpr int64_t kNonTemporalNbytes = 32 << 20;  // below, the list may well be read again from a cache
 
 enum class Direction { gather, scatter };
 
@@ -33,22 +33,25 @@ class Plan {
     constexpr size_t kBatch = 64;
     Piece batch[kBatch];
     size_t filled = 0;
+    int64_t chunk = begin % chunks_, place = begin / chunks_ % ids_.count, layer = begin / chunks_ / ids_.count;
     for (int64_t unit = begin; unit < end; ++unit) {
-      batch[filled++] = piece(unit);
+      batch[filled++] = piece(layers_[layer], place, chunk * kChunkNbytes);
       if (filled == kBatch || unit + 1 == end) {
         copy_pieces({batch, filled}, non_temporal_);
         filled = 0;
       }
+      if (++chunk < chunks_) continue;
+      chunk = 0;
+      if (++place < ids_.count) continue;
+      place = 0;
+      ++layer;
     }
   }
 
  private:
   int64_t total_nbytes() const { return static_cast<int64_t>(layers_.size()) * ids_.count * page_nbytes_; }
 
-  Piece piece(int64_t unit) const {
-    int64_t item = unit / chunks_, offset = unit % chunks_ * kChunkNbytes;
-    const PageLayer& layer = layers_[item / ids_.count];
-    int64_t place = item % ids_.count;
+  Piece piece(const PageLayer& layer, int64_t place, int64_t offset) const {
     std::byte* in_pool = layer.pool + ids_[place] * layer.pool_stride_nbytes + offset;
     std::byte* in_list = layer.pages + place * layer.pages_stride_nbytes + offset;
     auto nbytes = static_cast<size_t>(std::min(kChunkNbytes, page_nbytes_ - offset));

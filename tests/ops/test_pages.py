@@ -101,7 +101,7 @@ def test_scatter_is_index_copy(call):
 @pytest.mark.parametrize("page_nbytes", [4096, 16384 + 48, 1 << 20, (3 << 20) + 5])
 def test_large_copies_go_through_every_path(page_nbytes):
     """Above the non-temporal threshold, with pages that are cut up for the threads."""
-    num_pages = max(8, (24 << 20) // page_nbytes)
+    num_pages = max(8, (40 << 20) // page_nbytes)
     pool = noise([num_pages, page_nbytes], torch.uint8)
     ids = torch.randperm(num_pages, generator=gen(1))
     pages = ops.gather_pages(pool, ids)

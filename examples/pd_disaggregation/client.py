@@ -1,0 +1,69 @@
+"""A client of the front: any OpenAI client would do; this one also keeps the token ids and the server's metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+
+class RequestFailed(RuntimeError):
+    """The front's error, with its HTTP status (0: in the middle of a stream)."""
+
+    def __init__(self, status: int, body: dict) -> None:
+        super().__init__(f"HTTP {status}: {body['error']['message']}")
+        self.status = status
+        self.error = body["error"]
+
+
+@dataclass
+class Answer:
+    text: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    usage: dict
+    metrics: dict
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.usage["prompt_tokens_details"]["cached_tokens"]
+
+
+async def ask(url: str, path: str, body: dict, *, on_text: Callable[[str], None] | None = None) -> Answer:
+    """One request with the answer's token ids; with `on_text` it streams. Raises RequestFailed."""
+    body = {"return_token_ids": True, "stream": on_text is not None, **body}
+    async with aiohttp.ClientSession(read_bufsize=1 << 20) as http, http.post(url + path, json=body) as response:
+        if response.status != 200:
+            raise RequestFailed(response.status, await response.json())
+        if on_text is None:
+            whole = await response.json()
+            choice = whole["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            return Answer(text, whole["prompt_token_ids"], choice["token_ids"], whole["usage"], whole["metrics"])
+        return await _collect(response, on_text)
+
+
+async def _collect(response: aiohttp.ClientResponse, on_text: Callable[[str], None]) -> Answer:
+    text, prompt, tokens = "", [], []
+    summary: dict[str, Any] = {}
+    async for raw in response.content:
+        line = raw.strip()
+        if not line or line == b"data: [DONE]":
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            raise RequestFailed(0, event)
+        choice = event["choices"][0]
+        piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        prompt += event.get("prompt_token_ids", [])
+        tokens += choice["token_ids"]
+        text += piece
+        on_text(piece)
+        if "usage" in event:
+            summary = event
+    if not summary:
+        raise RequestFailed(0, {"error": {"message": "the stream ended early"}})
+    return Answer(text, prompt, tokens, summary["usage"], summary["metrics"])

@@ -1,0 +1,295 @@
+#include "pool/donor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <set>
+
+#include "common/failpoint.h"
+#include "common/log.h"
+#include "pool/donor_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+Status not_found(ExtentRef extent) {
+  return {Code::key_not_found, "extent " + std::to_string(extent.index) + " does not have that generation any more"};
+}
+
+Status wrong_state(const char* verb, uint32_t index, ExtentState state) {
+  static constexpr const char* kNames[] = {"free", "prepared", "committed", "final", "superseded", "limbo"};
+  return {Code::invalid_argument, std::string(verb) + " of extent " + std::to_string(index) + ", which is " +
+                                      kNames[static_cast<uint32_t>(state)]};
+}
+
+Status check_request(const ReserveRequest& r) {
+  if (r.key.empty() || r.key.size() > kMaxKeyBytes)
+    return {Code::invalid_argument,
+            "a key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes, not " + std::to_string(r.key.size())};
+  if (r.meta.size() > kMaxMetaBytes || r.label.size() > kMaxMetaBytes)
+    return {Code::invalid_argument, "metadata and label have at most " + std::to_string(kMaxMetaBytes) + " bytes"};
+  if (r.parts == 0 || r.part >= r.parts)
+    return {Code::invalid_argument, "part " + std::to_string(r.part) + " of " + std::to_string(r.parts)};
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Donor>> Donor::create(DonorOptions options) {
+  options.limit_bytes = options.limit_bytes / kPageBytes * kPageBytes;
+  if (options.limit_bytes == 0 || options.max_extents == 0 || options.max_extents > (1u << 30))
+    return {Code::invalid_argument, "a donor needs a page of memory and an extent at least"};
+  TM_ASSIGN(auto table, ExtentTable::create(options.max_extents));
+  TM_ASSIGN(auto data, Segment::create("tm-pool", 0, options.limit_bytes));
+  return std::unique_ptr<Donor>(std::make_unique<DonorImpl>(options, std::move(table), std::move(data)));
+}
+
+Result<std::unique_ptr<Donor>> Donor::attach(DonorOptions options, std::vector<HeldSegment> held) {
+  std::shared_ptr<Segment> table_segment, records, data;
+  for (const HeldSegment& h : held) {
+    auto* slot = h.role == SegmentRole::table     ? &table_segment
+                 : h.role == SegmentRole::records ? &records
+                 : h.role == SegmentRole::data    ? &data
+                                                  : nullptr;
+    if (slot && *slot) return {Code::invalid_argument, "attach: two segments of one role"};
+    if (slot) *slot = h.segment;
+  }
+  if (!table_segment || !records || !data) return {Code::invalid_argument, "attach: a segment is missing"};
+  uint32_t dropped = 0;
+  TM_ASSIGN(auto table, ExtentTable::attach(table_segment, records, data->size(), &dropped));
+  options.limit_bytes = data->capacity();
+  auto donor = std::make_unique<DonorImpl>(options, std::move(table), std::move(data));
+  TM_TRY(donor->restore(held, dropped));
+  return std::unique_ptr<Donor>(std::move(donor));
+}
+
+DonorImpl::DonorImpl(DonorOptions options, std::unique_ptr<ExtentTable> table, std::shared_ptr<Segment> data)
+    : options_(options),
+      table_(std::move(table)),
+      data_(std::move(data)),
+      space_({options.limit_bytes, data_->size(), options.grow_step_bytes,
+              [d = data_](uint64_t size) { return d->grow(size); }}),
+      lru_(options.limit_bytes, options.max_extents) {}
+
+Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped) {
+  if (dropped) log::warning("pool", std::to_string(dropped) + " damaged extent(s) dropped when attaching");
+  for (const HeldSegment& h : held) {
+    if (h.role != SegmentRole::slots) continue;
+    TM_ASSIGN(auto map, h.segment->map(Protection::read_only));
+    sessions_[h.tag] = {h.segment, std::move(map), true};
+  }
+  std::vector<uint32_t> ready;
+  std::vector<Placement> placements;
+  std::vector<Allocator::Claim> claims;
+  placements.reserve(table_->entries());
+  for (uint32_t i = 0; i < table_->entries(); ++i) {
+    const ExtentState state = table_->state(i);
+    if (state == ExtentState::free) continue;
+    ExtentEntry& e = table_->at(i);
+    if (!sessions_.count(e.writer)) e.writer = 0;
+    const Record record = table_->record(i);
+    placements.push_back(record.placement);
+    claims.push_back({i, &placements.back()});
+    // A changed word, or a state behind it, says that the extent was on its way out.
+    if (!valid(i) || state == ExtentState::superseded || state == ExtentState::limbo) {
+      if (valid(i)) table_->invalidate(i);
+      table_->set_state(i, ExtentState::limbo);
+      limbo_.push_back(i);
+    } else if (state == ExtentState::prepared) {
+      open_[record.txn].push_back(i);
+    } else {
+      ready.push_back(i);
+    }
+  }
+  TM_TRY(space_.rebuild(claims));
+  std::sort(ready.begin(), ready.end(),
+            [this](uint32_t a, uint32_t b) { return table_->at(a).last_use < table_->at(b).last_use; });
+  for (uint32_t i : ready) lru_.restore(i, footprint(i), table_->at(i).uses, table_->at(i).last_use);
+  sweep_limbo();
+  return {};
+}
+
+std::vector<HeldSegment> DonorImpl::held() const {
+  std::vector<HeldSegment> held{{SegmentRole::table, 0, table_->table_segment()},
+                                {SegmentRole::records, 0, table_->records_segment()},
+                                {SegmentRole::data, 0, data_}};
+  for (const auto& [id, session] : sessions_)
+    if (session.slots) held.push_back({SegmentRole::slots, id, session.slots});
+  return held;
+}
+
+Result<uint32_t> DonorImpl::find(ExtentRef extent) const {
+  if (extent.index >= table_->entries() || table_->state(extent.index) == ExtentState::free ||
+      table_->at(extent.index).content_generation != extent.generation)
+    return not_found(extent);
+  return extent.index;
+}
+
+Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
+  TM_TRY(check_request(request));
+  if (request.nbytes > space_.limit_bytes()) return full(request.nbytes, "larger than the pool");
+  Placement placement;
+  for (;;) {
+    TM_TRY(make_room(request.nbytes));
+    auto taken = space_.allocate(request.nbytes, table_->next_index());
+    if (taken.is_ok()) {
+      placement = std::move(taken).value();
+      break;
+    }
+    // The host has less memory than the limit says: make_room now works below the lower ceiling.
+    if (taken.status().code() != Code::pool_full) return taken.status();
+  }
+  Record record{request.txn,          request.part, request.parts, request.kind,
+                std::move(placement), request.key,  request.label, request.meta};
+  auto added = table_->add(record);
+  while (!added.is_ok() && added.status().code() == Code::pool_full && evict_one()) added = table_->add(record);
+  if (!added.is_ok()) {
+    space_.free(record.placement);
+    return added.status();
+  }
+  const uint32_t index = *added;
+  auto generation = table_->publish(index, request.nbytes, request.writer, ExtentState::prepared);
+  if (!generation.is_ok()) {
+    table_->remove(index);
+    space_.free(record.placement);
+    return generation.status();
+  }
+  if (request.writer != 0) sessions_.try_emplace(request.writer);
+  open_[request.txn].push_back(index);
+  return Reservation{{index, *generation}, std::move(record.placement.pieces)};
+}
+
+void DonorImpl::close_prepared(uint32_t index) {
+  const auto txn = open_.find(table_->record(index).txn);
+  std::erase(txn->second, index);
+  if (txn->second.empty()) open_.erase(txn);
+}
+
+Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c) {
+  TM_ASSIGN(const uint32_t index, find(extent));
+  ExtentEntry& e = table_->at(index);
+  const ExtentState state = table_->state(index);
+  if (state == ExtentState::committed || state == ExtentState::final) {
+    if (Version{e.version_view, e.version_counter} == version) return {};  // told twice
+    return wrong_state("commit", index, state);
+  }
+  if (state != ExtentState::prepared) return not_found(extent);
+  e.version_view = version.view;
+  e.version_counter = version.counter;
+  e.crc32c = crc32c.value_or(0);
+  e.has_crc = crc32c.has_value();
+  TM_TRY(failpoint("donor.commit.fields"));
+  close_prepared(index);
+  enter_eviction(index);
+  e.writer = 0;  // who asks for the commit has written
+  table_->set_state(index, ExtentState::committed);
+  TM_TRY(failpoint("donor.commit.done"));
+  return {};
+}
+
+Status DonorImpl::finalize(ExtentRef extent) {
+  TM_ASSIGN(const uint32_t index, find(extent));
+  const ExtentState state = table_->state(index);
+  if (state == ExtentState::final) return {};
+  if (state != ExtentState::committed) return wrong_state("finalize", index, state);
+  table_->set_state(index, ExtentState::final);
+  return {};
+}
+
+Status DonorImpl::supersede(ExtentRef extent) {
+  TM_ASSIGN(const uint32_t index, find(extent));
+  const ExtentState state = table_->state(index);
+  if (state == ExtentState::superseded || state == ExtentState::limbo) return {};
+  if (state == ExtentState::prepared) return wrong_state("supersede", index, state);
+  table_->invalidate(index);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  TM_TRY(failpoint("donor.supersede.word"));
+  table_->set_state(index, ExtentState::superseded);
+  lru_.remove(index);
+  return {};
+}
+
+Status DonorImpl::free(ExtentRef extent) {
+  TM_ASSIGN(const uint32_t index, find(extent));
+  if (table_->state(index) != ExtentState::limbo) retire({index});
+  return {};
+}
+
+void DonorImpl::drop_txn(const TxnId& txn) {
+  if (auto it = open_.find(txn); it != open_.end()) retire(std::vector<uint32_t>(it->second));
+}
+
+std::vector<std::pair<TxnId, std::string>> DonorImpl::prepared() const {
+  std::vector<std::pair<TxnId, std::string>> out;
+  for (const auto& [txn, extents] : open_) {
+    std::set<std::string_view> keys;
+    for (uint32_t i : extents) keys.insert(table_->record(i).key);
+    for (std::string_view key : keys) out.emplace_back(txn, key);
+  }
+  return out;
+}
+
+void DonorImpl::touch(ExtentRef extent) {
+  auto found = find(extent);
+  if (!found.is_ok() || !lru_.contains(*found)) return;  // gone meanwhile: nothing to prolong
+  lru_.touch(*found);
+  save_uses(*found);
+}
+
+void DonorImpl::enter_eviction(uint32_t index) {
+  lru_.insert(index, table_->at(index).key_hash[0], footprint(index));
+  save_uses(index);
+}
+
+void DonorImpl::save_uses(uint32_t index) {
+  table_->at(index).last_use = lru_.last_use(index);
+  table_->at(index).uses = lru_.uses(index);
+}
+
+Announcement DonorImpl::announcement(uint32_t index) const {
+  const ExtentEntry& e = table_->at(index);
+  Record r = table_->record(index);
+  return {std::string(r.key),
+          r.kind,
+          {e.version_view, e.version_counter},
+          table_->state(index),
+          e.nbytes,
+          std::string(r.meta),
+          std::string(r.label),
+          r.part,
+          r.parts,
+          r.txn,
+          {index, e.content_generation},
+          std::move(r.placement.pieces),
+          e.crc32c,
+          e.has_crc != 0};
+}
+
+Result<Announcement> DonorImpl::describe(ExtentRef extent) const {
+  TM_ASSIGN(const uint32_t index, find(extent));
+  if (!valid(index)) return not_found(extent);
+  return announcement(index);
+}
+
+std::vector<Announcement> DonorImpl::announce() const {
+  std::vector<Announcement> out;
+  for (uint32_t i = 0; i < table_->entries(); ++i) {
+    const ExtentState state = table_->state(i);
+    if (state == ExtentState::committed || state == ExtentState::final) out.push_back(announcement(i));
+  }
+  return out;
+}
+
+std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit) const {
+  std::set<std::string> found;
+  for (uint32_t i = 0; i < table_->entries(); ++i) {
+    const ExtentState state = table_->state(i);
+    if (state != ExtentState::committed && state != ExtentState::final) continue;
+    const std::string_view key = table_->record(i).key;
+    if (!key.starts_with(prefix)) continue;
+    found.emplace(key);
+    if (found.size() > limit) found.erase(std::prev(found.end()));  // the first `limit` in order
+  }
+  return {found.begin(), found.end()};
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,304 @@
+// How memory comes back: retirement, limbo, eviction, sessions and their slot pages.
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+
+#include "common/failpoint.h"
+#include "common/log.h"
+#include "pool/donor_impl.h"
+#include "pool/pin_slots.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+// For fault tests that kill or stop the process here; there is no way to fail from here.
+void crash_point(std::string_view name) {
+  if (!failpoint(name)) std::abort();
+}
+
+}  // namespace
+
+void DonorImpl::scan_pins() const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  ++pin_epoch_;
+  pins_.clear();
+  pin_mark_.resize(table_->entries());
+  for (const auto& [id, session] : sessions_) {
+    if (!session.map) continue;
+    scan_slots(session.map->data, [this](uint32_t extent, uint64_t generation) {
+      if (extent >= table_->entries() || table_->at(extent).content_generation != generation) return;
+      if (table_->state(extent) == ExtentState::free || pinned(extent)) return;
+      pin_mark_[extent] = pin_epoch_;
+      pins_.push_back(extent);
+    });
+  }
+}
+
+bool DonorImpl::fenced(uint32_t index) const {
+  const SessionId writer = table_->at(index).writer;
+  return writer != 0 && sessions_.count(writer) != 0;
+}
+
+bool DonorImpl::evictable(uint32_t index) const {
+  return lru_.contains(index) && !lru_.parked(index) && !pinned(index) && !hints_.count(index);
+}
+
+void DonorImpl::retire(const std::vector<uint32_t>& extents) {
+  for (uint32_t i : extents) {
+    if (lru_.contains(i)) lru_.remove(i);
+    if (table_->state(i) == ExtentState::prepared) close_prepared(i);
+    if (valid(i)) table_->invalidate(i);
+  }
+  crash_point("donor.retire.word");
+  scan_pins();  // begins with the fence
+  for (uint32_t i : extents) {
+    table_->set_state(i, ExtentState::limbo);
+    crash_point("donor.retire.limbo");
+    if (pinned(i) || fenced(i)) {
+      limbo_.push_back(i);
+    } else {
+      destroy(i);
+    }
+  }
+}
+
+void DonorImpl::destroy(uint32_t index) {
+  const Placement placement = table_->record(index).placement;
+  hints_.erase(index);
+  table_->remove(index);
+  space_.free(placement);
+}
+
+void DonorImpl::sweep_limbo() {
+  if (limbo_.empty()) return;
+  scan_pins();
+  std::vector<uint32_t> waiting;
+  for (uint32_t i : limbo_) {
+    if (pinned(i) || fenced(i)) {
+      waiting.push_back(i);
+    } else {
+      destroy(i);
+    }
+  }
+  limbo_ = std::move(waiting);
+}
+
+// Those that were pinned when eviction came by and are not any more get their old place back.
+void DonorImpl::unpark() {
+  if (parked_.empty()) return;
+  scan_pins();
+  std::vector<uint32_t> back, still;
+  for (uint32_t i : parked_) {
+    if (!lru_.contains(i) || !lru_.parked(i)) continue;  // deleted meanwhile
+    (pinned(i) || hints_.count(i) ? still : back).push_back(i);
+  }
+  std::sort(back.begin(), back.end(), [this](uint32_t a, uint32_t b) { return lru_.last_use(a) > lru_.last_use(b); });
+  for (uint32_t i : back) lru_.unpark(i);
+  parked_ = std::move(still);
+}
+
+Status DonorImpl::make_room(uint64_t nbytes) {
+  if (!table_->has_free_entry()) sweep_limbo();
+  if (!table_->has_free_entry()) unpark();
+  if (!table_->has_free_entry() && !evict_one()) return full(nbytes, "no extent of the table is free");
+  if (space_.fits(nbytes)) return {};
+  sweep_limbo();
+  if (space_.fits(nbytes)) return {};
+  unpark();
+  scan_pins();
+
+  // Could it fit if all that may go went? If not, nothing is evicted.
+  uint64_t held = 0;
+  for (uint32_t i : pins_)
+    if (lru_.contains(i)) held += footprint(i);
+  for (const auto& [i, until_ns] : hints_)
+    if (lru_.contains(i) && !pinned(i)) held += footprint(i);
+  const uint64_t want = Allocator::footprint(nbytes);
+  if (space_.ceiling_bytes() - space_.used_bytes() + lru_.nbytes() - held < want)
+    return full(nbytes, "what may be evicted is not enough");
+
+  while (!space_.fits(nbytes)) {
+    const uint64_t free = space_.free_bytes();
+    std::vector<uint32_t> victims;
+    if (free < want || nbytes < kSlabLimit) victims = pick_victims(nbytes, want - std::min(want, free));
+    if (victims.empty()) victims = beside_a_run();
+    if (victims.empty()) return full(nbytes, "what is free is in too many pieces between pinned extents");
+    evict(victims);
+  }
+  return {};
+}
+
+// The least valuable extents, until their bytes make up the deficit. A slab's page comes back only when all of its
+// cells are free, so where pages are needed the victim's slab mates go with it (at most 256 KiB).
+std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit) {
+  std::vector<uint32_t> victims;
+  uint64_t sum = 0;
+  do {
+    const auto victim = lru_.victim();
+    if (!victim) break;
+    if (!evictable(*victim)) {
+      lru_.park(*victim);
+      parked_.push_back(*victim);
+      continue;
+    }
+    std::vector<uint32_t> group{*victim};
+    const Placement placement = table_->record(*victim).placement;
+    const bool same_cell = nbytes < kSlabLimit && Allocator::footprint(placement) == Allocator::footprint(nbytes);
+    if (placement.slab != kNoSlab && !same_cell) {
+      auto mates = space_.owners_at(placement.slab / kPageBytes);
+      if (std::all_of(mates.begin(), mates.end(), [this](uint32_t i) { return evictable(i); }))
+        group = std::move(mates);
+    }
+    for (uint32_t i : group) {
+      sum += footprint(i);
+      victims.push_back(i);
+      lru_.park(i);  // so that the next victim is another one; evict() takes it from there
+    }
+  } while (victims.empty() || sum < deficit);
+  return victims;
+}
+
+// There are bytes enough, but in too many runs: the extent beside the largest run that can be widened.
+std::vector<uint32_t> DonorImpl::beside_a_run() const {
+  std::vector<uint32_t> found;
+  space_.for_each_run([&](uint32_t first, uint32_t pages) {
+    for (uint64_t page : {uint64_t{first} + pages, uint64_t{first} - 1}) {
+      auto owners = space_.owners_at(page);
+      if (owners.empty() || !std::all_of(owners.begin(), owners.end(), [this](uint32_t i) { return evictable(i); }))
+        continue;
+      found = std::move(owners);
+      return false;
+    }
+    return true;
+  });
+  return found;
+}
+
+void DonorImpl::evict(const std::vector<uint32_t>& victims) {
+  std::vector<Announcement> gone;
+  for (uint32_t i : victims) {
+    if (evicted_) gone.push_back(announcement(i));
+    lru_.evict(i, table_->at(i).key_hash[0]);
+  }
+  evictions_ += victims.size();
+  retire(victims);
+  for (const Announcement& a : gone) evicted_(a);
+}
+
+bool DonorImpl::evict_one() {
+  scan_pins();
+  const auto victims = pick_victims(1, 0);
+  if (victims.empty()) return false;
+  evict(victims);
+  return true;
+}
+
+Status DonorImpl::full(uint64_t nbytes, const std::string& why) const {
+  const DonorStats s = stats();
+  Status status(Code::pool_full, std::to_string(nbytes) + " bytes asked, " + std::to_string(space_.free_bytes()) +
+                                     " free of " + std::to_string(s.limit_bytes) + " (" + std::to_string(s.used_bytes) +
+                                     " used, " + std::to_string(s.pinned_extents) + " extents pinned, " +
+                                     std::to_string(s.prepared_bytes) + " bytes being written, " +
+                                     std::to_string(s.limbo_bytes) + " in limbo, of these " +
+                                     std::to_string(s.fenced_bytes) + " fenced): " + why);
+  static log::Once once(60'000);
+  if (once.pass()) log::warning("pool", status.to_string());
+  return status;
+}
+
+Status DonorImpl::give_back(ExtentRef extent, SessionId session) {
+  TM_ASSIGN(const uint32_t index, find(extent));
+  ExtentEntry& e = table_->at(index);
+  if (session == 0 || e.writer != session)
+    return {Code::invalid_argument, "extent " + std::to_string(index) + " is not being written by that session"};
+  e.writer = 0;
+  if (table_->state(index) == ExtentState::prepared) {
+    retire({index});
+  } else {
+    sweep_limbo();
+  }
+  return {};
+}
+
+Result<std::shared_ptr<Segment>> DonorImpl::open_slots(SessionId session) {
+  if (session == 0) return {Code::invalid_argument, "session 0"};
+  if (auto it = sessions_.find(session); it != sessions_.end() && it->second.slots) return it->second.slots;
+  constexpr size_t kBytes = kPinSlots * sizeof(PinSlot);
+  TM_ASSIGN(auto slots, Segment::create("tm-slots", kBytes, kBytes));
+  TM_ASSIGN(auto map, slots->map(Protection::read_only));
+  sessions_[session] = {slots, std::move(map), false};
+  if (held_changed_) held_changed_({SegmentRole::slots, session, slots}, true);
+  return slots;
+}
+
+Result<UniqueFd> DonorImpl::slots_for_client(SessionId session) {
+  TM_ASSIGN(auto slots, open_slots(session));
+  const std::string path = "/proc/self/fd/" + std::to_string(slots->fd());
+  UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!fd.valid()) return Status::from_errno("opening a slot page anew", errno);
+  if (::flock(fd.get(), LOCK_SH | LOCK_NB) != 0) return Status::from_errno("flock of a slot page", errno);
+  return fd;
+}
+
+void DonorImpl::end_session(SessionId session) {
+  const auto it = sessions_.find(session);
+  if (it == sessions_.end()) return;
+  const HeldSegment slots{SegmentRole::slots, session, it->second.slots};
+  sessions_.erase(it);  // from here on its pins and its fence count no more
+  std::vector<uint32_t> dropped;
+  for (const auto& [txn, extents] : open_)
+    for (uint32_t i : extents)
+      if (table_->at(i).writer == session) dropped.push_back(i);
+  if (!dropped.empty()) retire(dropped);
+  sweep_limbo();
+  if (slots.segment && held_changed_) held_changed_(slots, false);
+}
+
+void DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns) {
+  auto found = find(extent);
+  if (!found.is_ok() || !valid(*found)) return;  // gone: the reader finds out when it validates
+  int64_t& until = hints_[*found];
+  until = std::max(until, until_ns);
+}
+
+void DonorImpl::sweep(int64_t now_ns) {
+  std::erase_if(hints_, [now_ns](const auto& hint) { return hint.second <= now_ns; });
+  std::vector<SessionId> over;
+  for (const auto& [id, session] : sessions_) {
+    // Our own open file has no lock, so this fails exactly while a client's has one.
+    if (!session.orphan || ::flock(session.slots->fd(), LOCK_EX | LOCK_NB) != 0) continue;
+    ::flock(session.slots->fd(), LOCK_UN);
+    over.push_back(id);
+  }
+  for (SessionId id : over) end_session(id);
+  sweep_limbo();
+  unpark();
+  space_.lift_ceiling();
+}
+
+DonorStats DonorImpl::stats() const {
+  DonorStats s;
+  s.limit_bytes = space_.limit_bytes();
+  s.allocated_bytes = space_.size_bytes();
+  s.used_bytes = space_.used_bytes();
+  s.extents = table_->live();
+  for (uint32_t i : limbo_) {
+    s.limbo_bytes += footprint(i);
+    if (fenced(i)) s.fenced_bytes += footprint(i);
+  }
+  s.limbo_extents = limbo_.size();
+  for (const auto& [txn, extents] : open_) {
+    s.prepared_extents += extents.size();
+    for (uint32_t i : extents) s.prepared_bytes += footprint(i);
+  }
+  scan_pins();
+  s.pinned_extents = pins_.size();
+  s.evictions = evictions_;
+  return s;
+}
+
+}  // namespace torch_mooncake::pool

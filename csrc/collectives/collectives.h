@@ -1,0 +1,78 @@
+// The collectives, as algorithms over a group's messages. Torch-free; memory is raw pointers and sizes in bytes or
+// elements.
+//
+// How bytes travel. Small messages go to everybody at once (one step), or up a tree where there are many ranks. Large
+// ones are exchanged directly: an all-reduce is a reduce-scatter (every rank collects its slice of the data from all
+// others) and an all-gather, so each rank sends 2(N-1)/N of the data, which is the least possible, and every element is
+// reduced by one rank, in rank order: results are equal bit for bit on all ranks and from run to run, and fp16/bf16 are
+// summed in fp32 and rounded once. A large broadcast is read from the root by everybody on one host, and runs along a
+// chain in pieces across hosts.
+//
+// Threads: the ranks of a group must call the same collectives in the same order; one at a time on each rank. Memory of
+// the caller is neither read nor written after a call returns, whatever the outcome. Arguments that make no sense fail
+// before anything is sent. After a failure the ranks are no longer in step: the caller ends the group
+// (Group::give_up).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "collectives/dtype.h"
+#include "collectives/group.h"
+#include "common/api.h"
+#include "common/clock.h"
+#include "common/status.h"
+
+namespace torch_mooncake::coll {
+
+// Working memory that one executor reuses from call to call.
+class TM_API Scratch {
+ public:
+  std::byte* get(uint64_t nbytes);  // contents undefined, 64-byte aligned
+  // Gives back what a large call needed.
+  void trim();
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const;
+  };
+  std::unique_ptr<std::byte[], Free> data_;
+  uint64_t capacity_ = 0;
+};
+
+struct Call {
+  Group& group;
+  uint64_t seq;  // equal on all ranks: what keeps messages of different calls apart
+  Deadline deadline;
+  Scratch& scratch;
+};
+
+struct Piece {
+  void* data;
+  uint64_t nbytes;
+};
+struct ConstPiece {
+  const void* data;
+  uint64_t nbytes;
+};
+
+TM_API Status barrier(const Call& call);
+TM_API Status broadcast(const Call& call, void* data, uint64_t nbytes, int root);
+// In place.
+TM_API Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op);
+// In place at the root; elsewhere `data` keeps its content.
+TM_API Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root);
+// out[r] receives rank r's `in`; sizes may differ by rank; out[rank] may be `in`.
+TM_API Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out);
+// in[r] goes to rank r and is reduced there into `out`, which may be in[rank]; sizes may differ by rank.
+TM_API Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece out, DType dtype, ReduceOp op);
+// `out` is read at the root only.
+TM_API Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void* const> out, int root);
+// `in` is read at the root only.
+TM_API Status scatter(const Call& call, std::span<const void* const> in, void* out, uint64_t nbytes, int root);
+// in[r] goes to rank r, out[r] comes from it; sizes may differ by pair, the two ends of a pair must agree.
+TM_API Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<const Piece> out);
+
+}  // namespace torch_mooncake::coll

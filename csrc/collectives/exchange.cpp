@@ -1,0 +1,48 @@
+#include "collectives/exchange.h"
+
+#include "common/log.h"
+
+namespace torch_mooncake::coll {
+
+Exchange::~Exchange() {
+  if (!requests_.empty()) call_back({Code::cancelled, "an earlier step of the collective failed"});
+}
+
+void Exchange::send(int to, const void* data, uint64_t nbytes) {
+  requests_.push_back(call_.group.send(to, Channel::collective, call_.seq, data, nbytes, call_.deadline));
+}
+
+void Exchange::receive(int from, void* data, uint64_t nbytes) {
+  requests_.push_back(call_.group.receive(from, Channel::collective, call_.seq, data, nbytes, call_.deadline));
+}
+
+Status Exchange::wait() {
+  Status status = wait_all(requests_, call_.deadline);
+  if (!status.is_ok()) call_back(status);
+  requests_.clear();
+  return status;
+}
+
+void Exchange::call_back(const Status& why) {
+  std::vector<RequestPtr> pending;
+  for (const auto& request : requests_) {
+    request->cancel(why);
+    if (!request->ended()) pending.push_back(request);
+  }
+  requests_.clear();
+  // Reads under way end within the engine's bound; until then the buffers are not the caller's.
+  for (const auto& request : pending) {
+    while (request->wait(Deadline::after_ms(5000)).code() == Code::deadline_exceeded && !request->ended()) {
+      log::error("collectives", "still waiting for a cancelled read from rank " + std::to_string(request->peer()));
+    }
+  }
+}
+
+Status Exchange::send_receive(const Call& call, int to, ConstPiece out, int from, Piece in) {
+  Exchange exchange(call);
+  exchange.receive(from, in.data, in.nbytes);
+  exchange.send(to, out.data, out.nbytes);
+  return exchange.wait();
+}
+
+}  // namespace torch_mooncake::coll

@@ -1,0 +1,168 @@
+// Collectives that only move bytes.
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/collectives.h"
+#include "collectives/exchange.h"
+#include "memory/copy.h"
+
+namespace torch_mooncake::coll {
+namespace {
+
+constexpr uint64_t kTreeBytes = 64 << 10;  // broadcasts up to this size go up a binomial tree
+constexpr uint64_t kChainBytes = 1 << 20;  // piece of a broadcast along a chain
+
+void copy_own(void* to, const void* from, uint64_t nbytes) {
+  if (to != from && nbytes > 0) copy_bytes(to, from, nbytes);
+}
+
+Status check_root(const Group& group, int root) {
+  if (root >= 0 && root < group.size()) return {};
+  return {Code::invalid_argument, "root " + std::to_string(root) + " of a group of " + std::to_string(group.size())};
+}
+
+Status check_count(const Group& group, size_t n, const char* what) {
+  if (n == static_cast<size_t>(group.size())) return {};
+  return {Code::invalid_argument, std::to_string(n) + " " + what + " for a group of " + std::to_string(group.size())};
+}
+
+// What a rank keeps for itself.
+Status check_own(const Group& group, uint64_t in, uint64_t out) {
+  if (in == out) return {};
+  return {Code::layout_mismatch, group.name_of(group.rank()) + " keeps " + std::to_string(in) +
+                                     " bytes for itself, its output has " + std::to_string(out)};
+}
+
+Status broadcast_tree(const Call& call, void* data, uint64_t nbytes, int root) {
+  const int n = call.group.size();
+  const int me = (call.group.rank() - root + n) % n;  // as if the root were rank 0
+  auto real = [&](int virtual_rank) { return (virtual_rank + root) % n; };
+  int bit = 1;
+  while (bit < n && (me & bit) == 0) bit <<= 1;  // the lowest set bit tells the parent, those below it the children
+  if (me != 0) {
+    Exchange exchange(call);
+    exchange.receive(real(me - bit), data, nbytes);
+    TM_TRY(exchange.wait());
+  }
+  Exchange exchange(call);
+  for (bit >>= 1; bit > 0; bit >>= 1) {
+    if (me + bit < n) exchange.send(real(me + bit), data, nbytes);
+  }
+  return exchange.wait();
+}
+
+// Everybody reads from the root's memory at the same time.
+Status broadcast_star(const Call& call, void* data, uint64_t nbytes, int root) {
+  Exchange exchange(call);
+  if (call.group.rank() != root) {
+    exchange.receive(root, data, nbytes);
+    return exchange.wait();
+  }
+  for (int rank = 0; rank < call.group.size(); ++rank) {
+    if (rank != root) exchange.send(rank, data, nbytes);
+  }
+  return exchange.wait();
+}
+
+Status broadcast_chain(const Call& call, void* data, uint64_t nbytes, int root) {
+  const int n = call.group.size();
+  const int me = (call.group.rank() - root + n) % n;
+  auto* bytes = static_cast<std::byte*>(data);
+  Exchange forwarding(call);
+  for (uint64_t at = 0; at < nbytes; at += kChainBytes) {
+    const uint64_t piece = std::min(kChainBytes, nbytes - at);
+    if (me > 0) {
+      Exchange incoming(call);
+      incoming.receive((call.group.rank() + n - 1) % n, bytes + at, piece);
+      TM_TRY(incoming.wait());
+    }
+    if (me < n - 1) forwarding.send((call.group.rank() + 1) % n, bytes + at, piece);
+  }
+  return forwarding.wait();
+}
+
+}  // namespace
+
+// Dissemination: after step k everybody has heard, directly or not, of 2^(k+1) ranks.
+Status barrier(const Call& call) {
+  const int n = call.group.size();
+  const int rank = call.group.rank();
+  for (int distance = 1; distance < n; distance *= 2) {
+    TM_TRY(Exchange::send_receive(call, (rank + distance) % n, {nullptr, 0}, (rank + n - distance) % n, {nullptr, 0}));
+  }
+  return {};
+}
+
+Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
+  TM_TRY(check_root(call.group, root));
+  if (call.group.size() == 1) return {};
+  if (nbytes <= kTreeBytes) return broadcast_tree(call, data, nbytes, root);
+  return call.group.single_host() ? broadcast_star(call, data, nbytes, root)
+                                  : broadcast_chain(call, data, nbytes, root);
+}
+
+Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
+  TM_TRY(check_count(call.group, out.size(), "outputs"));
+  const int n = call.group.size();
+  const int rank = call.group.rank();
+  TM_TRY(check_own(call.group, in.nbytes, out[rank].nbytes));
+  Exchange exchange(call);
+  for (int i = 1; i < n; ++i) {
+    const Piece& from = out[(rank + n - i) % n];
+    exchange.receive((rank + n - i) % n, from.data, from.nbytes);
+  }
+  for (int i = 1; i < n; ++i) exchange.send((rank + i) % n, in.data, in.nbytes);
+  copy_own(out[rank].data, in.data, in.nbytes);
+  return exchange.wait();
+}
+
+Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void* const> out, int root) {
+  TM_TRY(check_root(call.group, root));
+  Exchange exchange(call);
+  if (call.group.rank() != root) {
+    exchange.send(root, in, nbytes);
+    return exchange.wait();
+  }
+  TM_TRY(check_count(call.group, out.size(), "outputs"));
+  for (int rank = 0; rank < call.group.size(); ++rank) {
+    if (rank != root) exchange.receive(rank, out[rank], nbytes);
+  }
+  copy_own(out[root], in, nbytes);
+  return exchange.wait();
+}
+
+Status scatter(const Call& call, std::span<const void* const> in, void* out, uint64_t nbytes, int root) {
+  TM_TRY(check_root(call.group, root));
+  Exchange exchange(call);
+  if (call.group.rank() != root) {
+    exchange.receive(root, out, nbytes);
+    return exchange.wait();
+  }
+  TM_TRY(check_count(call.group, in.size(), "inputs"));
+  for (int rank = 0; rank < call.group.size(); ++rank) {
+    if (rank != root) exchange.send(rank, in[rank], nbytes);
+  }
+  copy_own(out, in[root], nbytes);
+  return exchange.wait();
+}
+
+Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<const Piece> out) {
+  TM_TRY(check_count(call.group, in.size(), "inputs"));
+  TM_TRY(check_count(call.group, out.size(), "outputs"));
+  const int n = call.group.size();
+  const int rank = call.group.rank();
+  TM_TRY(check_own(call.group, in[rank].nbytes, out[rank].nbytes));
+  Exchange exchange(call);
+  for (int i = 1; i < n; ++i) {
+    const int from = (rank + n - i) % n;
+    exchange.receive(from, out[from].data, out[from].nbytes);
+  }
+  for (int i = 1; i < n; ++i) {
+    const int to = (rank + i) % n;
+    exchange.send(to, in[to].data, in[to].nbytes);
+  }
+  copy_own(out[rank].data, in[rank].data, in[rank].nbytes);
+  return exchange.wait();
+}
+
+}  // namespace torch_mooncake::coll

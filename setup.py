@@ -43,6 +43,11 @@ def fetch(name: str) -> Path:
     return folder
 
 
+def run(command: list[str], environment: dict[str, str]) -> None:
+    if code := subprocess.run(command, env=environment).returncode:
+        raise SystemExit(f"torch_mooncake's native build failed (exit status {code}): {shlex.join(command)}")
+
+
 class CMakeBuild(build_ext):
     """Builds every native target at once and copies the result into the package (or beside its sources)."""
 
@@ -79,11 +84,11 @@ class CMakeBuild(build_ext):
         stamp = BUILD / ".configured"  # Ninja runs CMake again by itself when a CMake file changes
         if not stamp.exists() or stamp.read_text() != "\n".join(configure):
             stamp.unlink(missing_ok=True)
-            subprocess.run(configure, check=True, env=environment)
+            run(configure, environment)
             stamp.write_text("\n".join(configure))
         jobs = os.environ.get("TM_JOBS", str(len(os.sched_getaffinity(0))))
         build = [cmake, "--build", str(BUILD), "--target", "tm_package", "-j", jobs]
-        subprocess.run(build, check=True, env=environment)
+        run(build, environment)
 
     def files(self) -> list[tuple[Path, Path]]:
         """(built file, its place in the package)."""

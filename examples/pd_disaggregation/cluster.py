@@ -56,9 +56,11 @@ class Cluster:
         }
         self.processes: dict[str, subprocess.Popen] = {}
         self._attached = False
+        self._environ_before: dict[str, str | None] = {}
 
     def attach(self) -> None:
         """This process becomes the pool's first client, which starts its node, and keeps it until `stop`."""
+        self._environ_before = {name: os.environ.get(name) for name in self.env}
         os.environ.update(self.env)
         tm.init(name="demo")
         self._attached = True
@@ -141,7 +143,15 @@ class Cluster:
 
     # ---- the end ------------------------------------------------------------------------------------------------
     def stop(self) -> None:
-        """Ends all children, waits until the pool's node has gone, removes the run directory."""
+        """Ends all children, waits until the pool's node has gone, removes the run directory. A second Ctrl-C does
+        not interrupt it: it takes seconds, and what it has not ended would be left to the kernel."""
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._stop()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def _stop(self) -> None:
         for process in self.processes.values():
             process.terminate()
         for role in list(self.processes):
@@ -149,6 +159,11 @@ class Cluster:
         if self._attached:
             tm.close()
             self._attached = False
+        for name, value in self._environ_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         wait_for(lambda: not self.node_answers(), 10, "the end of the pool's node")
         shutil.rmtree(self.run_dir, ignore_errors=True)
 

@@ -50,11 +50,8 @@ PyRegion register_memory(PyEngine& engine, uint64_t address, uint64_t nbytes, nb
                          bool writable, std::string label) {
   RegionOptions options{readable, writable, keep_alive(std::move(keep)), std::move(label)};
   auto* data = reinterpret_cast<void*>(address);
-  return PyRegion(unwrap(without_gil([&] {
-    auto shared = SharedHeap::instance().find(data, nbytes);
-    return shared ? engine->register_segment(shared->segment, shared->offset, nbytes, std::move(options))
-                  : engine->register_memory(data, nbytes, std::move(options));
-  })));
+  // The engine itself recognises memory of the shared heap.
+  return PyRegion(unwrap(without_gil([&] { return engine->register_memory(data, nbytes, std::move(options)); })));
 }
 
 struct Submit {
@@ -290,6 +287,8 @@ void bind_transfer(nb::module_& m) {
             return nb::make_tuple(to_bytes(note.from_engine), note.from_name, to_bytes(note.data));
           },
           nb::arg("deadline_ns"))
+      .def(
+          "transport_for", [](PyEngine& e, PyPeer& p) { return e->transport_for(p.get()); }, nb::arg("peer"))
       .def("stats", &stats_of)
       .def("close", [](PyEngine& e) {
         without_gil([&] { e->close(); });

@@ -1,0 +1,84 @@
+"""torch_mooncake: tensors as first-class objects between processes, hosts and tiers, native to PyTorch.
+
+    import torch_mooncake as tm
+    tm.put("policy/v7/wq", w)           # this host's pool, started if there is none
+    w = tm.get("policy/v7/wq")          # zero-copy on the same host
+
+Importing this package imports neither torch nor the native core; names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from torch_mooncake.config import Config as Config
+    from torch_mooncake.context import close as close
+    from torch_mooncake.context import init as init
+    from torch_mooncake.errors import *  # noqa: F403
+    from torch_mooncake.pool import Pool as Pool
+    from torch_mooncake.pool import PutResult as PutResult
+    from torch_mooncake.pool import Version as Version
+    from torch_mooncake.shared import empty as empty
+    from torch_mooncake.transfer import Engine as Engine
+    from torch_mooncake.transfer import Notification as Notification
+    from torch_mooncake.transfer import Op as Op
+    from torch_mooncake.transfer import Peer as Peer
+    from torch_mooncake.transfer import Region as Region
+    from torch_mooncake.transfer import RemoteRegion as RemoteRegion
+    from torch_mooncake.verbs import adelete as adelete
+    from torch_mooncake.verbs import aexists as aexists
+    from torch_mooncake.verbs import aget as aget
+    from torch_mooncake.verbs import aget_many as aget_many
+    from torch_mooncake.verbs import akeys as akeys
+    from torch_mooncake.verbs import aput as aput
+    from torch_mooncake.verbs import aput_many as aput_many
+    from torch_mooncake.verbs import astat as astat
+    from torch_mooncake.verbs import await_key as await_key
+    from torch_mooncake.verbs import delete as delete
+    from torch_mooncake.verbs import exists as exists
+    from torch_mooncake.verbs import get as get
+    from torch_mooncake.verbs import get_many as get_many
+    from torch_mooncake.verbs import keys as keys
+    from torch_mooncake.verbs import put as put
+    from torch_mooncake.verbs import put_many as put_many
+    from torch_mooncake.verbs import stat as stat
+    from torch_mooncake.verbs import wait as wait
+
+_EXPORTS = {
+    "config": ("Config",),
+    "context": ("init", "close"),
+    "errors": (
+        *("Error", "InvalidArgument", "OutOfBounds", "KeyNotFound", "KeyExists", "PoolFull", "PoolUnavailable"),
+        *("PeerLost", "DeadlineExceeded", "Cancelled", "AuthError", "VersionMismatch", "Corrupt", "LayoutMismatch"),
+        *("Busy", "Closed", "Forked", "Unsupported", "IoError", "InternalError"),
+    ),
+    "pool": ("Pool", "PutResult", "Version"),
+    "shared": ("empty",),
+    "transfer": ("Engine", "Notification", "Op", "Peer", "Region", "RemoteRegion"),
+    "verbs": (
+        *("put", "get", "exists", "delete", "keys", "wait", "stat", "put_many", "get_many"),
+        *("aput", "aget", "aexists", "adelete", "akeys", "await_key", "astat", "aput_many", "aget_many"),
+    ),
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULES = ("cli", "distributed", "kv", "node", "ops", "tensors", "weights", *_EXPORTS)
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"torch_mooncake.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"torch_mooncake.{name}")
+    raise AttributeError(f"module 'torch_mooncake' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

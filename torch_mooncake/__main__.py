@@ -1,0 +1,3 @@
+from torch_mooncake.cli import run
+
+run()

@@ -1,0 +1,363 @@
+"""The pool: ``put`` and ``get`` of tensors, state dicts and bytes by key, on this host and on others.
+
+``tm.put``, ``tm.get`` … are the same methods on the process's default pool (``tm.init``). A ``Pool`` may be used from
+any thread. All sizes are bytes; every call ends by its ``timeout`` (seconds) with a result or one of ``tm.errors``.
+
+Two kinds of key. *Named* keys may be replaced and deleted; a ``get`` that starts after a ``put`` has returned never
+sees an older value, anywhere. *Sealed* keys (``put(sealed=True)``) name their content, as page hashes do: a second put
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from weakref import WeakSet
+
+from torch_mooncake import _core, values
+from torch_mooncake.clock import deadline_ns, seconds_left
+from torch_mooncake.config import Config, parse_bytes
+from torch_mooncake.errors import Closed, DeadlineExceeded, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.node import find_or_start
+from torch_mooncake.tensors import encode
+
+if TYPE_CHECKING:
+    import torch
+
+MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "<raise KeyNotFound>"})()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Version(NamedTuple):
+    """The pool's own version of a key: totally ordered, new at every put."""
+
+    view: int
+    counter: int
+
+
+class PutResult(NamedTuple):
+    version: Version
+    stored: bool  # False: if_exists="keep" found a value, or a sealed copy was there
+    nbytes: int
+
+
+def _async(method: Callable[Concatenate[Pool, P], R]) -> Callable[Concatenate[Pool, P], Awaitable[R]]:
+    """The ``await`` form of a verb: it runs on the library's thread pool."""
+
+    @functools.wraps(method)
+    async def call(self: Pool, *args: P.args, **kwargs: P.kwargs) -> R:
+        from torch_mooncake import aio
+
+        return await aio.in_thread(lambda: method(self, *args, **kwargs))
+
+    return call
+
+
+class Pool:
+    """A connection to a pool. Re-attaches by itself after a fork, and after its node was lost."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        pool: str | None = None,
+        token: str | None = None,
+        memory: int | str | None = None,
+        linger_s: float | None = None,
+        host_id: str | None = None,
+        name: str | None = None,
+        runtime_dir: str | None = None,
+        timeout: float | None = 30,
+    ) -> None:
+        """Connect to the node at ``address`` ("host:7400"), or to this host's, which is started if there is none.
+
+        What is None comes from the environment (``torch_mooncake.config``). ``memory`` and ``linger_s`` are for a node
+        that is started here. PoolUnavailable, AuthError, VersionMismatch or DeadlineExceeded when it cannot be had.
+        """
+        self.config = Config.from_env(
+            address=address,
+            pool=pool,
+            token=token,
+            memory=None if memory is None else parse_bytes(memory),
+            linger_s=linger_s,
+            host_id=host_id,
+            name=name,
+            runtime_dir=runtime_dir,
+        )
+        self._lock = threading.Lock()
+        self._core: _core.Client | None = None
+        self._closed = False
+        _pools.add(self)
+        self._client(deadline_ns(timeout))
+
+    # --- put ---
+
+    def put(
+        self,
+        key: str,
+        value: Any,
+        *,
+        sealed: bool = False,
+        if_exists: Literal["replace", "keep", "error"] = "replace",
+        version: str | int | None = None,
+        replicas: int | str = 1,
+        parent: str | None = None,
+        checksum: bool = False,
+        timeout: float | None = 30,
+    ) -> PutResult:
+        """Store ``value`` under ``key``: a tensor of any dense dtype and shape, a numpy array, bytes, a scalar, or a
+        nested dict, list or tuple of these (a state dict). All of it becomes visible at once.
+
+        ``version`` is a label of yours beside the pool's version. ``replicas=n`` copies on different hosts, or raises;
+        ``"≤n"`` makes do with fewer. Raises TypeError (naming the leaf) for what cannot be put, KeyExists, PoolFull
+        (with the sizes). After DeadlineExceeded the put took effect wholly or not at all.
+        """
+        if parent is not None:
+            raise Unsupported("put(parent=) is not built yet: see docs/roadmap.md")
+        deadline = deadline_ns(timeout)
+        count, lenient = _replicas(replicas)
+        encoded = encode(value)
+        pair, stored = self._client(deadline).put(
+            _key(key),
+            encoded.meta,
+            encoded.data,
+            sealed=sealed,
+            if_exists=if_exists,
+            replicas=count,
+            replicas_lenient=lenient,
+            label="" if version is None else str(version),
+            part=0,
+            parts=1,
+            checksum=checksum,
+            deadline_ns=deadline,
+        )
+        return PutResult(Version(*pair), stored, encoded.nbytes)
+
+    def put_many(self, items: Mapping[str, Any], *, timeout: float | None = 30, **options: Any) -> dict[str, PutResult]:
+        """``put`` each; one deadline for all. The first failure is raised: what was put before it stays."""
+        deadline = deadline_ns(timeout)
+        return {key: self.put(key, value, timeout=seconds_left(deadline), **options) for key, value in items.items()}
+
+    # --- get ---
+
+    def get(
+        self,
+        key: str,
+        *,
+        out: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        version: str | int | Version | None = None,
+        readonly: bool = False,
+        wait: float | None = None,
+        default: Any = MISSING,
+        timeout: float | None = 30,
+    ) -> Any:
+        """The value under ``key``. Big objects of this host are mapped, not copied: tensors own a private
+        (copy-on-write) view, so writing to them never reaches the pool, and they stay whole when the key is replaced.
+
+        ``readonly=True``: tensors over the pool's own pages, free of faults; writing to them crashes the process.
+        ``out``: copy into this tensor, array, buffer, or nest of tensors, and return it; LayoutMismatch if dtype or
+        shape differ; unspecified content after a failure. ``device``, ``dtype``: convert tensors on the way.
+        ``version``: a label (KeyNotFound if the current value has another), or a ``PutResult.version`` (at least).
+        ``wait``: seconds to wait for the key to appear, then DeadlineExceeded. ``default``: instead of KeyNotFound.
+        """
+        deadline = deadline_ns(timeout if wait is None or timeout is None else timeout + wait)
+        name, (at_least, label) = _key(key), _version(version)
+        while True:
+            client = self._client(deadline)
+            try:
+                if wait is None:
+                    found = client.locate(name, at_least, label, deadline)
+                else:
+                    found = client.wait(name, at_least, label, deadline_ns(wait))
+            except KeyNotFound:
+                if default is MISSING:
+                    raise
+                return default
+            try:
+                return values.load(client, found, deadline, out=out, device=device, dtype=dtype, readonly=readonly)
+            except KeyNotFound:  # superseded between the look-up and the read: look again
+                if time.monotonic_ns() >= deadline:
+                    raise DeadlineExceeded(f"{key!r} was replaced faster than it could be read") from None
+
+    def get_many(
+        self,
+        keys: Sequence[str],
+        *,
+        missing: Literal["raise", "mask"] = "raise",
+        readonly: bool = False,
+        out: Sequence[Any] | None = None,
+        timeout: float | None = 30,
+    ) -> list[Any]:
+        """The values, in the order of ``keys``, after one look-up. ``missing="mask"``: None for missing keys."""
+        if missing not in ("raise", "mask"):
+            raise InvalidArgument(f'missing must be "raise" or "mask", not {missing!r}')
+        outs = [None] * len(keys) if out is None else list(out)
+        if len(outs) != len(keys):
+            raise InvalidArgument(f"{len(keys)} keys, but {len(outs)} outs")
+        deadline = deadline_ns(timeout)
+        client = self._client(deadline)
+        result = []
+        for key, found, into in zip(keys, client.locate_many([_key(k) for k in keys], deadline), outs, strict=True):
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                result.append(values.load(client, found, deadline, out=into, readonly=readonly))
+            except KeyNotFound:  # missing, or superseded meanwhile: get() tells which
+                default = None if missing == "mask" else MISSING
+                left = seconds_left(deadline)
+                result.append(self.get(key, readonly=readonly, out=into, default=default, timeout=left))
+        return result
+
+    # --- the rest ---
+
+    @overload
+    def exists(self, key: str, *, timeout: float | None = 30) -> bool: ...
+    @overload
+    def exists(self, key: list[str] | tuple[str, ...], *, timeout: float | None = 30) -> list[bool]: ...
+    def exists(self, key: str | list[str] | tuple[str, ...], *, timeout: float | None = 30) -> bool | list[bool]:
+        """Whether the key is there; for several keys a list, after one question."""
+        deadline = deadline_ns(timeout)
+        if isinstance(key, str):
+            return self._client(deadline).exists([_key(key)], deadline)[0]
+        return self._client(deadline).exists([_key(k) for k in key], deadline)
+
+    @overload
+    def delete(self, key: str, *, timeout: float | None = 30) -> bool: ...
+    @overload
+    def delete(self, key: list[str] | tuple[str, ...], *, timeout: float | None = 30) -> list[bool]: ...
+    def delete(self, key: str | list[str] | tuple[str, ...], *, timeout: float | None = 30) -> bool | list[bool]:
+        """Remove the key; False if it was not there. Tensors got before stay whole."""
+        deadline = deadline_ns(timeout)
+        if isinstance(key, str):
+            return self._client(deadline).remove(_key(key), deadline)
+        return [self._client(deadline).remove(_key(k), deadline) for k in key]
+
+    def keys(self, prefix: str = "", *, timeout: float | None = 30) -> list[str]:
+        """The keys that start with ``prefix``, sorted. A snapshot of no particular instant."""
+        deadline = deadline_ns(timeout)
+        return sorted(self._client(deadline).keys(prefix, deadline))
+
+    def wait(self, key: str, timeout: float | None = 30, *, version: str | int | Version | None = None) -> Version:
+        """Return the version of ``key`` as soon as it is there (with that label, or at least that version).
+        DeadlineExceeded after ``timeout`` seconds."""
+        deadline = deadline_ns(timeout)
+        return Version(*self._client(deadline).wait(_key(key), *_version(version), deadline).version)
+
+    def stat(self, *, timeout: float | None = 30) -> dict[str, Any]:
+        """Numbers of the pool: view, keys, what this client has mapped, and each node's memory, in bytes."""
+        deadline = deadline_ns(timeout)
+        return self._client(deadline).stat(deadline)
+
+    def close(self) -> None:
+        """End the connection. Tensors that were got stay valid. Idempotent; later calls raise Closed."""
+        with self._lock:
+            self._closed = True
+            client, self._core = self._core, None
+        if client is not None:
+            client.close()
+
+    def capsule(self) -> Any:
+        """The native client, for the library's other native modules."""
+        return self._client(deadline_ns(30)).capsule()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.config.address or self.config.pool}{', closed' if self._closed else ''}>"
+
+    aput = _async(put)
+    aput_many = _async(put_many)
+    aget = _async(get)
+    aget_many = _async(get_many)
+    aexists = _async(exists)
+    adelete = _async(delete)
+    akeys = _async(keys)
+    await_key = _async(wait)
+    astat = _async(stat)
+
+    # --- the connection ---
+
+    def _client(self, deadline: int) -> _core.Client:
+        """The native client; made anew after a fork, or when its node is gone."""
+        client = self._core
+        if client is not None and client.alive:
+            return client
+        with self._lock:
+            if self._closed:
+                raise Closed(f"{self!r} was used after close()")
+            if self._core is None or not self._core.alive:
+                self._core = None
+                self._core = self._connect(deadline)
+            return self._core
+
+    def _connect(self, deadline: int) -> _core.Client:
+        config = self.config
+
+        def connect(address: str, token: str, until: int) -> _core.Client:
+            return _core.Client.connect(
+                address=address,
+                token=token,
+                name=config.name or f"client-{os.getpid()}",
+                host_id=config.host_id,
+                engine=None,
+                view_ttl_s=config.view_ttl_s,
+                deadline_ns=until,
+            )
+
+        if config.address:
+            address = config.address if "://" in config.address else f"tcp://{config.address}"
+            return connect(address, config.token, deadline)
+        return find_or_start(config, deadline, connect)
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, not {type(key).__name__}")
+    if not 0 < len(key.encode()) <= _core.MAX_KEY_BYTES:
+        raise InvalidArgument(f"a key has 1 to {_core.MAX_KEY_BYTES} bytes of UTF-8, not {len(key.encode())}")
+    return key
+
+
+def _version(version: str | int | Version | None) -> tuple[tuple[int, int] | None, str]:
+    """(at least this version, label)."""
+    if version is None:
+        return None, ""
+    if isinstance(version, tuple):
+        return (version[0], version[1]), ""
+    return None, str(version)
+
+
+def _replicas(replicas: int | str) -> tuple[int, bool]:
+    text = str(replicas)
+    lenient = text.startswith(("≤", "<="))
+    digits = text.removeprefix("≤").removeprefix("<=")
+    if not digits.isdecimal() or not 1 <= int(digits) <= 64:
+        raise InvalidArgument(f'replicas must be 1 to 64, or "≤n", not {replicas!r}')
+    return int(digits), lenient
+
+
+_pools: WeakSet[Pool] = WeakSet()
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool._lock = threading.Lock()
+        pool._core = None  # the parent's; the next use attaches anew
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["MISSING", "Pool", "PutResult", "Version"]

@@ -1,0 +1,353 @@
+"""Values as the pool keeps them: a small description (msgpack) and the bytes of all tensors, one after the other.
+
+What may be put: tensors (any dense dtype and shape), numpy arrays, bytes-like objects, None, bool, int, float, str, and
+dicts, lists and tuples of these, nested. Everything else is a TypeError that names where in the value it stands.
+Nothing is ever pickled. Tensors are stored dense and contiguous (strided, conjugated and negated views are resolved,
+gradients are left behind), each at a multiple of 64 bytes, from 64 KiB on at a multiple of 4096 (a page).
+
+What comes back: tensors as torch tensors and numpy arrays as numpy arrays, both over the object's memory; bytes-like
+objects as bytes; dict subclasses as dict.
+
+The decoder is strict: a description that is not well formed, or that points outside its object, is ``Corrupt``.
+torch is imported only where a tensor is met.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from torch_mooncake.errors import Corrupt
+
+_FORMAT = 1
+_INLINE, _SPILLED = b"TMv\x00", b"TMv\x01"  # where the description is: in the metadata, or at the end of the data
+_MAX_META = 512 << 10  # longer descriptions are spilled (the pool takes 1 MiB)
+_MAX_DEPTH = 64
+_MAX_NDIM = 64
+_MAX_INLINE_STR = 256
+_ALIGN, _PAGE, _PAGE_FROM = 64, 4096, 64 << 10
+_ZEROS = bytes(_PAGE)
+
+# The dtypes that travel, by their name in torch. Absent: quantised dtypes and torch's shell dtypes (uint1 …, bits…).
+DTYPES: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    "float4_e2m1fn_x2": 1,
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d+(\[\d*[A-Za-z]{1,2}\])?")
+
+Key: TypeAlias = str | int | float | bool | None
+
+
+class Scalar(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    value: bool | int | float | str | None
+
+
+class BigInt(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    digits: str
+
+
+class Bytes(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    offset: int
+    nbytes: int
+
+
+class Text(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """A long str, as UTF-8."""
+
+    offset: int
+    nbytes: int
+
+
+class Tensor(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Array(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class List(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    items: tuple[Node, ...]
+
+
+class Tuple(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    items: tuple[Node, ...]
+
+
+class Dict(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    items: tuple[tuple[Key, Node], ...]
+
+
+Node = Scalar | BigInt | Bytes | Text | Tensor | Array | List | Tuple | Dict
+Leaf = Bytes | Text | Tensor | Array
+
+
+class Document(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    format: int
+    root: Node
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Document)
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """A value ready to be put. ``data`` is (address, nbytes) or bytes-like pieces, whose concatenation is the object;
+    ``keep`` holds the memory they lie in."""
+
+    meta: bytes
+    data: list[Any]
+    nbytes: int
+    keep: list[Any]
+
+
+def encode(value: Any) -> Encoded:
+    """Describe ``value``. Copies only what is not dense, contiguous CPU memory. Raises TypeError naming the leaf."""
+    writer = _Writer()
+    root = writer.node(value, "", 0)
+    document = _encoder.encode(Document(_FORMAT, root))
+    if len(document) <= _MAX_META:
+        meta = _INLINE + document
+    else:
+        offset = writer.add(document, len(document))
+        meta = _SPILLED + offset.to_bytes(8, "little") + len(document).to_bytes(8, "little")
+    return Encoded(meta, writer.data, writer.nbytes, writer.keep)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.data: list[Any] = []
+        self.keep: list[Any] = []
+        self.nbytes = 0
+
+    def add(self, piece: Any, nbytes: int) -> int:
+        """Append a piece; its offset."""
+        align = _PAGE if nbytes >= _PAGE_FROM else _ALIGN
+        offset = -(-self.nbytes // align) * align if nbytes else self.nbytes
+        if offset > self.nbytes:
+            self.data.append(memoryview(_ZEROS)[: offset - self.nbytes])
+        if nbytes:
+            self.data.append(piece)
+        self.nbytes = offset + nbytes
+        return offset
+
+    def node(self, value: Any, path: str, depth: int) -> Node:
+        kind = type(value)
+        if value is None or kind is bool or kind is float:
+            return Scalar(value)
+        if kind is int:
+            return Scalar(value) if -(1 << 63) <= value < 1 << 64 else BigInt(hex(value))
+        if kind is str:
+            return self.text(value, path)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return self.bytes(value, path)
+        if depth >= _MAX_DEPTH:
+            raise TypeError(f"{_at(path)} is nested deeper than {_MAX_DEPTH} levels")
+        if isinstance(value, dict):
+            items = []
+            for key, item in value.items():
+                if type(key) not in (str, int, float, bool, type(None)) or (
+                    type(key) is int and not -(1 << 63) <= key < 1 << 64
+                ):
+                    raise TypeError(f"{_at(path)} has a key of type {type(key).__name__}: {key!r}")
+                items.append((key, self.node(item, f"{path}[{key!r}]", depth + 1)))
+            return Dict(tuple(items))
+        if isinstance(value, list):
+            return List(tuple(self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)))
+        if kind is tuple or (isinstance(value, tuple) and kind.__module__ == "torch" and kind.__name__ == "Size"):
+            return Tuple(tuple(self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)))
+        if isinstance(value, np.ndarray):
+            return self.array(value, path)
+        torch = sys.modules.get("torch")  # a tensor cannot exist before torch is imported
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self.tensor(value, path, torch)
+        hint = "; use .item()" if isinstance(value, np.generic) else ""
+        raise TypeError(f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be put{hint}")
+
+    def text(self, value: str, path: str) -> Node:
+        try:
+            utf8 = value.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"{_at(path)} is a str that is not valid Unicode: {error}") from None
+        if len(utf8) <= _MAX_INLINE_STR:
+            return Scalar(value)
+        return Text(self.add(utf8, len(utf8)), len(utf8))
+
+    def bytes(self, value: Any, path: str) -> Node:
+        view = memoryview(value)
+        return Bytes(self.add(value if view.c_contiguous else view.tobytes(), view.nbytes), view.nbytes)
+
+    def array(self, value: np.ndarray, path: str) -> Node:
+        if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+            raise TypeError(f"{_at(path)} is a numpy array of dtype {value.dtype}, which cannot be put")
+        value = np.ascontiguousarray(value).reshape(value.shape)
+        self.keep.append(value)
+        address = value.__array_interface__["data"][0]
+        return Array(value.dtype.str, tuple(value.shape), self.add((address, value.nbytes), value.nbytes))
+
+    def tensor(self, value: Any, path: str, torch: Any) -> Node:
+        dense = dense_tensor(value, path, torch)
+        self.keep.append(dense)
+        nbytes = dense.numel() * dense.element_size()
+        name = str(dense.dtype).removeprefix("torch.")
+        return Tensor(name, tuple(dense.shape), self.add((dense.data_ptr(), nbytes), nbytes))
+
+
+def dense_tensor(value: Any, path: str, torch: Any) -> Any:
+    """``value`` as a contiguous CPU tensor without views' flags or gradients. TypeError for what has no such form."""
+    problem = None
+    if value.layout is not torch.strided:
+        problem = f"a sparse tensor (layout {value.layout})"
+    elif value.is_quantized:
+        problem = "a quantised tensor"
+    elif value.is_nested:
+        problem = "a nested tensor"
+    elif value.device.type == "meta":
+        problem = "a meta tensor: it has no data"
+    elif type(value).__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__):
+        problem = f"a tensor subclass, {type(value).__name__}"
+    elif str(value.dtype).removeprefix("torch.") not in DTYPES:
+        problem = f"a tensor of dtype {value.dtype}"
+    if problem:
+        raise TypeError(f"{_at(path)} is {problem}, which cannot be put")
+    dense = value.detach().resolve_conj().resolve_neg()
+    if dense.device.type != "cpu":
+        dense = dense.cpu()
+    if not dense.is_contiguous():
+        # Bytes of the same width: torch has no copy for every dtype.
+        same = {1: torch.uint8, 2: torch.int16}.get(dense.element_size())
+        dense = dense.view(same).contiguous().view(dense.dtype) if same else dense.contiguous()
+    return dense
+
+
+def _at(path: str) -> str:
+    return f"the value at {path}" if path else "the value"
+
+
+class Decoded:
+    """A description of an object of ``nbytes`` bytes, checked. Raises Corrupt."""
+
+    def __init__(self, meta: bytes, nbytes: int, read: Callable[[int, int], bytes]) -> None:
+        """``read(offset, nbytes)`` reads of the object; it is used only for a spilled description."""
+        self.nbytes = nbytes
+        document = self._document(meta, read)
+        if document.format != _FORMAT:
+            raise Corrupt(f"the object has value format {document.format}; this version reads {_FORMAT}")
+        self.root = document.root
+        for leaf in self.leaves():
+            size = leaf_nbytes(leaf)
+            if leaf.offset < 0 or size < 0 or leaf.offset + size > nbytes:
+                raise Corrupt(f"a leaf of {size} bytes at {leaf.offset} leaves its object of {nbytes} bytes")
+
+    def _document(self, meta: bytes, read: Callable[[int, int], bytes]) -> Document:
+        if not meta:  # put by a program that speaks to the pool in C++: plain bytes
+            return Document(_FORMAT, Bytes(0, self.nbytes))
+        kind, body = meta[:4], meta[4:]
+        if kind == _SPILLED and len(body) == 16:
+            offset, size = (int.from_bytes(body[i : i + 8], "little") for i in (0, 8))
+            if offset + size > self.nbytes:
+                raise Corrupt(f"the description lies outside its object of {self.nbytes} bytes")
+            body = read(offset, size)
+        elif kind != _INLINE:
+            raise Corrupt(f"the object's metadata is not torch_mooncake's: it starts with {meta[:4]!r}")
+        try:
+            return _decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise Corrupt(f"the object's description is malformed: {error}") from None
+
+    def leaves(self) -> Iterator[Leaf]:
+        """In the order of their offsets."""
+        stack: list[Node] = [self.root]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, (List, Tuple)):
+                stack.extend(reversed(node.items))
+            elif isinstance(node, Dict):
+                stack.extend(item for _, item in reversed(node.items))
+            elif isinstance(node, (Bytes, Text, Tensor, Array)):
+                yield node
+
+    def build(self, leaf: Callable[[Leaf], Any]) -> Any:
+        """The value, with ``leaf(description)`` in the place of each leaf."""
+        return _build(self.root, leaf)
+
+
+def leaf_nbytes(leaf: Leaf) -> int:
+    """Bytes of a leaf; Corrupt if its dtype or shape makes no sense."""
+    if isinstance(leaf, (Bytes, Text)):
+        return leaf.nbytes
+    if len(leaf.shape) > _MAX_NDIM or any(n < 0 for n in leaf.shape):
+        raise Corrupt(f"impossible shape {leaf.shape}")
+    if isinstance(leaf, Tensor):
+        if leaf.dtype not in DTYPES:
+            raise Corrupt(f"unknown dtype {leaf.dtype!r}")
+        return math.prod(leaf.shape) * DTYPES[leaf.dtype]
+    return math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    try:
+        if _NUMPY_DTYPE.fullmatch(name):
+            return np.dtype(name)
+    except (TypeError, ValueError):
+        pass
+    raise Corrupt(f"unknown numpy dtype {name!r}")
+
+
+def _build(node: Node, leaf: Callable[[Leaf], Any]) -> Any:
+    if isinstance(node, Scalar):
+        return node.value
+    if isinstance(node, BigInt):
+        try:
+            return int(node.digits, 16)
+        except ValueError:
+            raise Corrupt(f"not a number: {node.digits[:32]!r}") from None
+    if isinstance(node, List):
+        return [_build(item, leaf) for item in node.items]
+    if isinstance(node, Tuple):
+        return tuple(_build(item, leaf) for item in node.items)
+    if isinstance(node, Dict):
+        return {key: _build(item, leaf) for key, item in node.items}
+    return leaf(node)
+
+
+def leaf_over(memory: Any, leaf: Leaf) -> Any:
+    """The leaf's value over ``memory`` (the whole object, with the buffer protocol): tensors and arrays without a copy
+    and keeping ``memory`` alive, bytes and str as copies."""
+    nbytes = leaf_nbytes(leaf)
+    if isinstance(leaf, Tensor):
+        import torch
+
+        dtype = getattr(torch, leaf.dtype)
+        if nbytes == 0:
+            return torch.empty(leaf.shape, dtype=dtype)
+        count = nbytes // DTYPES[leaf.dtype]
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=leaf.offset).view(leaf.shape)
+    if isinstance(leaf, Array):
+        dtype = numpy_dtype(leaf.dtype)
+        if nbytes == 0:
+            return np.empty(leaf.shape, dtype)
+        count = nbytes // dtype.itemsize
+        return np.frombuffer(memory, dtype=dtype, count=count, offset=leaf.offset).reshape(leaf.shape)
+    raw = bytes(memoryview(memory)[leaf.offset : leaf.offset + nbytes])
+    if isinstance(leaf, Bytes):
+        return raw
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"a str of the object is not UTF-8: {error}") from None

@@ -19,7 +19,7 @@ PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest demo bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-gpu demo bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -62,6 +62,10 @@ ctest: build
 
 pytest: build ctest
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-gpu: export TM_CUDA = 1
+test-gpu: build  ## what needs a CUDA device (and nvcc)
+	$(PY) -m pytest -m gpu
 
 demo: build $(STAMPS)/demo  ## prefill/decode-disaggregated serving of a real model, checked token for token
 	$(PY) examples/pd_disaggregation/demo.py

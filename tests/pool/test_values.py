@@ -1,0 +1,281 @@
+"""What goes into the pool comes out of it: encoding alone, without a node."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_mooncake import tensors
+from torch_mooncake.errors import Corrupt
+from torch_mooncake.tensors import DTYPES, Decoded, encode, leaf_over
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*ComplexHalf"),
+    pytest.mark.filterwarnings("ignore:.*sparse|.*nested tensors|.*quantiz.*"),
+]
+
+
+def stored(value: Any) -> tuple[bytes, bytearray]:
+    """(description, bytes) as the pool would keep them."""
+    encoded = encode(value)
+    data = bytearray()
+    for piece in encoded.data:
+        data += ctypes.string_at(*piece) if isinstance(piece, tuple) else bytes(piece)
+    assert len(data) == encoded.nbytes
+    return encoded.meta, data
+
+
+def load(meta: bytes, data: bytearray) -> Any:
+    decoded = Decoded(meta, len(data), lambda offset, nbytes: bytes(data[offset : offset + nbytes]))
+    return decoded.build(lambda leaf: leaf_over(data, leaf))
+
+
+def round_trip(value: Any) -> Any:
+    return load(*stored(value))
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements in order, whatever its strides and dtype."""
+    if tensor.numel() == 0:
+        return b""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    dense = tensor.resolve_conj().resolve_neg()
+    dense = (dense.view(width) if width else dense).clone(memory_format=torch.contiguous_format)
+    return bytes(dense.reshape(-1).view(torch.uint8).tolist())
+
+
+def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if dtype == "bool":
+        return torch.randint(0, 2, shape).bool()
+    data = torch.randint(0, 256, (math.prod(shape) * DTYPES[dtype],), dtype=torch.uint8)
+    return (
+        data.view(getattr(torch, dtype)).view(shape)
+        if data.numel()
+        else torch.empty(shape, dtype=getattr(torch, dtype))
+    )
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5)])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "expanded", "offset"])
+def test_every_dtype_shape_and_layout(dtype: str, shape: tuple[int, ...], layout: str) -> None:
+    tensor = random_tensor(dtype, shape)
+    if layout == "transposed":
+        tensor = tensor.permute(tuple(reversed(range(tensor.dim()))))
+    elif layout == "strided" and tensor.dim():
+        tensor = tensor[..., ::2]
+    elif layout == "expanded":
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    elif layout == "offset" and tensor.dim():
+        tensor = tensor[1:]
+    back = round_trip(tensor)
+    assert back.dtype is tensor.dtype
+    assert back.shape == tensor.shape
+    assert back.is_contiguous()
+    assert raw(back) == raw(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_conjugate_and_negative_views_are_resolved(dtype: torch.dtype) -> None:
+    tensor = torch.randn(4, 6, dtype=torch.complex128).to(dtype)
+    for view in (tensor.conj(), tensor.conj().imag, tensor.mH, tensor.conj()[::2]):
+        back = round_trip(view)
+        assert not back.is_conj()
+        assert not back.is_neg()
+        want = view.resolve_conj().resolve_neg()
+        assert back.dtype is want.dtype
+        assert raw(back) == raw(want)
+
+
+def test_gradients_stay_behind() -> None:
+    leaf = torch.nn.Parameter(torch.randn(3))
+    back = round_trip({"leaf": leaf, "graph": leaf * 2})
+    assert type(back["leaf"]) is torch.Tensor
+    assert not back["leaf"].requires_grad
+    assert torch.equal(back["graph"], leaf.detach() * 2)
+
+
+def test_tensors_lie_at_multiples_of_64_bytes_and_of_a_page_from_64_KiB() -> None:
+    value = {"a": torch.zeros(1, dtype=torch.uint8), "b": torch.zeros(3), "c": torch.zeros(1 << 16, dtype=torch.uint8)}
+    meta, data = stored(value)
+    offsets = [leaf.offset for leaf in Decoded(meta, len(data), lambda o, n: b"").leaves()]
+    assert offsets == [0, 64, 4096]
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=300)
+arrays = st.sampled_from(["<f4", "<i8", ">u2", "|b1", "<c8", "<M8[ns]", "<U3", "|S4"]).map(
+    lambda d: np.zeros((2, 3), d)
+)
+tensors_ = st.builds(
+    random_tensor, st.sampled_from(["float32", "bfloat16", "int64", "bool"]), st.sampled_from([(), (0,), (3,), (2, 5)])
+)
+nested = st.recursive(
+    scalars | st.binary(max_size=300) | arrays | tensors_,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.integers(-5, 5), inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and raw(a) == raw(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@given(nested)
+@settings(max_examples=300, deadline=None)
+def test_nested_values(value: Any) -> None:
+    assert same(round_trip(value), value)
+
+
+def test_bytes_like_objects_come_back_as_bytes() -> None:
+    big = bytes(range(256)) * 1000
+    for value in (b"", b"abc", bytearray(b"abc"), memoryview(b"abc"), memoryview(big)[::2], memoryview(np.arange(6.0))):
+        assert round_trip(value) == bytes(value if not isinstance(value, memoryview) else value.tobytes())
+    assert math.isnan(round_trip(float("nan")))
+
+
+def test_state_dicts_of_models_and_optimizers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    back = round_trip(state)
+    torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)).load_state_dict(back["model"])
+    optimizer.load_state_dict(back["optimizer"])
+    assert all(torch.equal(back["model"][name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_description_of_any_length_fits() -> None:
+    value = {f"layers.{i}.weight": torch.full((1,), float(i)) for i in range(30_000)}
+    meta, data = stored(value)
+    assert len(meta) < 100
+    back = load(meta, data)
+    assert list(back) == list(value)
+    assert back["layers.29999.weight"].item() == 29999.0
+
+
+class Subclass(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "sparse tensor"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "quantised"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "which cannot be put",
+        ),
+        (lambda: torch.empty(2, device="meta"), "meta tensor"),
+        (lambda: torch.Tensor._make_subclass(Subclass, torch.ones(2)), "subclass, Subclass"),
+        (object, "builtins.object"),
+        (lambda: {1, 2}, "builtins.set"),
+        (lambda: np.float64(1.0), r"use \.item\(\)"),
+        (lambda: np.array([object()]), "numpy array of dtype object"),
+        (lambda: {(1, 2): 3}, "key of type tuple"),
+        (lambda: "\ud800", "not valid Unicode"),
+        (lambda: msgspec.json.Decoder, "which cannot be put"),
+    ],
+)
+def test_what_cannot_be_put_is_a_TypeError_that_says_where(make: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=rf"the value at \['a'\]\[1\]\['b'\].*{says}"):
+        encode({"a": [0, {"b": make()}]})
+
+
+def test_nesting_is_bounded() -> None:
+    value: Any = 1
+    for _ in range(100):
+        value = [value]
+    with pytest.raises(TypeError, match="nested deeper than 64"):
+        encode(value)
+
+
+# --- hostile descriptions ---
+
+
+def document(*root: Any) -> bytes:
+    return b"TMv\x00" + msgspec.msgpack.encode([1, list(root)])
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"garbage",
+        b"TMv\x00",
+        b"TMv\x00\xff\xff",
+        b"TMv\x02" + bytes(16),
+        b"TMv\x01" + (1 << 60).to_bytes(8, "little") + (8).to_bytes(8, "little"),
+        b"TMv\x01" + bytes(5),
+        b"TMv\x00" + msgspec.msgpack.encode([2, [0, 1]]),
+        document(99, 1),
+        document(4, "float32", [2], 96),  # 8 bytes at 96 of 100
+        document(4, "float32", [1 << 40, 1 << 40], 0),
+        document(4, "float32", [-1], 0),
+        document(4, "float32", [2], -8),
+        document(4, "int3", [2], 0),
+        document(4, "__class__", [2], 0),
+        document(4, "float32", [1] * 65, 0),
+        document(5, "|O8", [1], 0),
+        document(5, "<f999", [1], 0),
+        document(5, "f4,(1000000000,)f4", [0], 0),
+        document(2, 0, 101),
+        document(2, 50, -1),
+        document(3, 0, 1 << 62),
+        document(1, "not hex"),
+        document(8, [[[1], [0, 1]]]),
+        b"TMv\x00" + msgspec.msgpack.encode([1, [6, [[6, [[0]]]]]]),
+        b"TMv\x00\x92\x01" + b"\x92\x06\x91" * 5000 + b"\x92\x00\xc0",
+    ],
+)  # fmt: skip
+def test_a_malformed_description_is_corrupt(meta: bytes) -> None:
+    data = bytearray(100)
+    with pytest.raises(Corrupt):
+        load(meta, data)
+
+
+@given(st.binary(max_size=64), st.integers(0, 80), st.integers(0, 255))
+@settings(max_examples=500, deadline=None)
+def test_a_damaged_description_never_reads_outside(tail: bytes, where: int, byte: int) -> None:
+    meta, data = stored({"a": torch.arange(5), "b": [b"xyz", "q" * 400], "c": np.arange(3)})
+    damaged = bytearray(meta)
+    damaged[where % len(damaged)] = byte
+    for candidate in (bytes(damaged), meta[:where], b"TMv\x00" + tail):
+        try:
+            load(candidate, data)
+        except Corrupt:
+            pass
+
+
+def test_an_empty_description_is_plain_bytes() -> None:
+    assert load(b"", bytearray(b"raw")) == b"raw"
+
+
+def test_the_table_of_dtypes_is_right() -> None:
+    assert {name: getattr(torch, name).itemsize for name in tensors.DTYPES} == tensors.DTYPES

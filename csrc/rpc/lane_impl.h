@@ -1,0 +1,116 @@
+// LaneImpl: one connection. Frames go out by whoever finds the lane idle (a caller's thread, within a budget, or the
+// I/O thread); frames come in on the I/O thread only.
+//
+// Sending: `sending_` makes one thread at a time the sender, who holds no lock while it is in sendmsg. Others queue
+// their frames and go. Control frames go before queued bulk frames, after the frame that is under way.
+//
+// Death: any thread may shut the socket down (kill); the I/O thread then finishes the frame being received, and when no
+// sender is inside, fails what is queued, closes the fd and tells the session.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "rpc/core.h"
+#include "rpc/frame.h"
+#include "rpc/reactor.h"
+#include "rpc/session.h"
+
+namespace torch_mooncake::rpc {
+
+struct OutFrame {
+  HeaderBytes header;
+  std::string body;
+  std::vector<UniqueFd> fds;
+  std::vector<iovec> payload;
+  std::function<void(const Status&)> sent;
+  std::shared_ptr<void> keep;
+  uint64_t total = 0;  // header, body and payload
+  uint64_t done = 0;
+  size_t payload_at = 0;       // first payload piece not wholly sent,
+  uint64_t payload_begin = 0;  // and the payload bytes before it
+};
+
+class LaneImpl final : public Lane, public EventTarget, public std::enable_shared_from_this<LaneImpl> {
+ public:
+  LaneImpl(std::shared_ptr<Core> core, std::shared_ptr<SessionImpl> session, UniqueFd fd, uint32_t index);
+
+  // Begins to receive. Before it, nothing is read.
+  Status start();
+  // Queues a control frame. Fails only if the lane is dead.
+  Status send_control(const FrameHeader& header, std::string body, std::vector<UniqueFd> fds = {});
+  int64_t last_heard_ns() const { return last_heard_ns_.load(std::memory_order_relaxed); }
+  Reactor& reactor() { return *reactor_; }
+
+  Session& session() override;
+  uint32_t index() const override { return index_; }
+  bool is_unix() const override { return is_unix_; }
+  std::string describe() const override { return description_; }
+  bool alive() const override { return !dead_.load(std::memory_order_acquire); }
+  Status send_bulk(BulkFrame frame) override;
+  uint64_t queued_bytes() const override { return queued_.load(std::memory_order_relaxed); }
+  uint64_t bytes_sent() const override { return sent_.load(std::memory_order_relaxed); }
+  uint64_t bytes_received() const override { return received_.load(std::memory_order_relaxed); }
+  void kill(const Status& why) override;
+
+  void on_events(uint32_t events) override;
+
+ private:
+  // lane_send.cpp
+  Status enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64_t inline_budget);
+  void drain(int64_t budget);
+  void finish_frame(std::unique_ptr<OutFrame> frame, const Status& status);
+  ssize_t send_some(OutFrame& frame);
+
+  // lane_receive.cpp
+  void receive();
+  ssize_t receive_some(iovec* pieces, size_t count);
+  bool parse_buffer();  // false: over
+  bool take_payload_from_buffer();
+  std::span<std::byte> ask_window();
+  void payload_arrived(uint64_t nbytes);
+  bool begin_bulk();
+  void end_bulk(const Status& status);
+  void die(const Status& why);
+  void finish_death();
+
+  const std::shared_ptr<Core> core_;
+  const std::shared_ptr<SessionImpl> session_;
+  const std::shared_ptr<Reactor> reactor_;
+  const uint32_t index_;
+  bool is_unix_ = false;
+  std::string description_;
+  std::string peer_name_;
+  uint64_t token_ = 0;
+  std::atomic<bool> dead_{false};
+  std::atomic<uint64_t> queued_{0}, sent_{0}, received_{0};
+  std::atomic<int64_t> last_heard_ns_;
+
+  mutable std::mutex mutex_;  // the send side, fd_'s validity, and the cause of death
+  UniqueFd fd_;
+  std::deque<std::unique_ptr<OutFrame>> control_, bulk_;
+  std::unique_ptr<OutFrame> current_;  // begun; written to by the sender alone
+  bool sending_ = false;
+  bool waiting_for_room_ = false;  // EPOLLOUT is armed
+  bool death_waits_ = false;       // the I/O thread is done; the sender finishes it
+  std::optional<Status> killed_;
+
+  // The receive side: I/O thread only.
+  FrameDecoder decoder_{Stage::session};
+  std::vector<char> buffer_;
+  size_t begin_ = 0, end_ = 0;  // unread bytes in buffer_
+  std::deque<UniqueFd> arrived_fds_;
+  bool in_payload_ = false;
+  uint64_t payload_offset_ = 0, payload_left_ = 0;
+  std::unique_ptr<BulkReceive> sink_;  // null: the rest is thrown away
+  bool mostly_bulk_ = false;
+  bool over_ = false;
+};
+
+}  // namespace torch_mooncake::rpc

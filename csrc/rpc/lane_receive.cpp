@@ -1,0 +1,279 @@
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "common/clock.h"
+#include "rpc/address.h"
+#include "rpc/fork_guard.h"
+#include "rpc/lane_impl.h"
+#include "rpc/session_impl.h"
+#include "rpc/socket.h"
+
+namespace torch_mooncake::rpc {
+namespace {
+
+constexpr size_t kBufferBytes = 64 << 10;
+// On a lane that carries bulk, payload bytes read together with a header are copied once more: read little ahead.
+constexpr size_t kReadAhead = 4 << 10;
+constexpr int64_t kReadBudget = 4 << 20;  // before other lanes of this thread get their turn
+
+}  // namespace
+
+LaneImpl::LaneImpl(std::shared_ptr<Core> core, std::shared_ptr<SessionImpl> session, UniqueFd fd, uint32_t index)
+    : core_(std::move(core)),
+      session_(std::move(session)),
+      reactor_(core_->reactors[core_->next_reactor()]),
+      index_(index),
+      peer_name_(session_->peer().name),
+      last_heard_ns_(steady_ns()),
+      fd_(std::move(fd)),
+      buffer_(kBufferBytes) {
+  SocketAddress here = local_address(fd_.get()), there = remote_address(fd_.get());
+  is_unix_ = here.family() == AF_UNIX;
+  if (is_unix_) {
+    // Only the listening side's address has a name.
+    std::string named = session_->is_initiator() ? there.to_string() : here.to_string();
+    description_ = "unix " + named.substr(std::min(named.size(), std::strlen("unix://")));
+  } else {
+    auto plain = [](const SocketAddress& a) { return a.to_string().substr(std::strlen("tcp://")); };
+    description_ = "tcp " + plain(here) + " -> " + plain(there);
+  }
+  ForkGuard::add(fd_.get());
+  core_->lane_opened();
+}
+
+Session& LaneImpl::session() { return *session_; }
+
+Status LaneImpl::start() {
+  std::lock_guard lock(mutex_);
+  auto token = reactor_->watch(fd_.get(), EPOLLIN | (waiting_for_room_ ? EPOLLOUT : 0u), shared_from_this());
+  if (token) {
+    token_ = *token;
+    return {};
+  }
+  // Dies as a live lane would, on its own thread.
+  (void)reactor_->post([self = shared_from_this(), why = token.status()] { self->die(why); });
+  return token.status();
+}
+
+void LaneImpl::kill(const Status& why) {
+  if (core_->forked()) return;
+  std::lock_guard lock(mutex_);
+  if (dead_.load(std::memory_order_relaxed) || killed_) return;
+  killed_ = why;
+  ::shutdown(fd_.get(), SHUT_RDWR);
+}
+
+void LaneImpl::on_events(uint32_t events) {
+  if (over_) return;
+  if (events & EPOLLOUT) {
+    bool drain_now = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (std::exchange(waiting_for_room_, false)) reactor_->rearm(token_, fd_.get(), EPOLLIN);
+      if (!sending_ && (current_ || !control_.empty() || !bulk_.empty())) drain_now = sending_ = true;
+    }
+    if (drain_now) drain(4 << 20);
+  }
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) receive();
+}
+
+void LaneImpl::receive() {
+  for (int64_t budget = kReadBudget; budget > 0;) {
+    std::optional<Status> killed;
+    {
+      std::lock_guard lock(mutex_);
+      killed = killed_;
+    }
+    if (killed) return die(*killed);
+    iovec pieces[2];
+    size_t count = 0;
+    uint64_t window = 0;
+    if (in_payload_) {
+      auto span = ask_window();
+      if (sink_) {
+        window = span.size();
+        pieces[count++] = {span.data(), span.size()};
+      } else {
+        pieces[count++] = {buffer_.data(), std::min<uint64_t>(buffer_.size(), payload_left_)};
+      }
+      // The next frame's header often follows at once: take it in the same call.
+      if (sink_ && window == payload_left_) pieces[count++] = {buffer_.data(), kReadAhead};
+    } else {
+      pieces[count++] = {buffer_.data(), mostly_bulk_ ? kReadAhead : buffer_.size()};
+    }
+    ssize_t n = receive_some(pieces, count);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+      return die({Code::peer_lost, peer_name_ + " (" + description_ + "): " + ::strerror(errno)});
+    }
+    if (n == 0) return die({Code::peer_lost, peer_name_ + " (" + description_ + ") closed the connection or died"});
+    last_heard_ns_.store(steady_ns(), std::memory_order_relaxed);
+    received_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
+    budget -= n;
+    auto bytes = static_cast<uint64_t>(n);
+    begin_ = end_ = 0;
+    if (!in_payload_) {
+      end_ = bytes;
+    } else if (!sink_) {
+      payload_arrived(bytes);
+    } else {
+      uint64_t placed = std::min(bytes, window);
+      end_ = bytes - placed;
+      payload_arrived(placed);
+    }
+    if (!parse_buffer()) return;
+    // A short read emptied the socket: asking again would only give EAGAIN.
+    size_t asked = pieces[0].iov_len + (count > 1 ? pieces[1].iov_len : 0);
+    if (bytes < asked && !is_unix_) return;
+  }
+}
+
+ssize_t LaneImpl::receive_some(iovec* pieces, size_t count) {
+  msghdr message{};
+  message.msg_iov = pieces;
+  message.msg_iovlen = count;
+  if (!is_unix_) return ::recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  ssize_t n = ::recvmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (n < 0) return n;
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    size_t fds = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < fds; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof fd);
+      arrived_fds_.emplace_back(fd);
+    }
+  }
+  return n;
+}
+
+// Everything in buffer_, which is then empty. Fds arrive with or before the first byte of their frame, in order.
+bool LaneImpl::parse_buffer() {
+  while (begin_ < end_) {
+    if (in_payload_) {
+      if (!take_payload_from_buffer()) return false;
+      continue;
+    }
+    std::string_view in(buffer_.data() + begin_, end_ - begin_);
+    auto step = decoder_.push(in);
+    begin_ = end_ - in.size();
+    if (step == FrameDecoder::Step::need_more) return true;
+    if (step == FrameDecoder::Step::error) {
+      die(decoder_.status().with(description_));
+      return false;
+    }
+    const FrameHeader& header = decoder_.header();
+    if (header.type == FrameType::bulk) {
+      if (!begin_bulk()) return false;
+      continue;
+    }
+    mostly_bulk_ = false;
+    if (arrived_fds_.size() < header.nfds) {
+      die({Code::corrupt, description_ + ": a frame's file descriptors did not arrive"});
+      return false;
+    }
+    std::vector<UniqueFd> fds;
+    for (int i = 0; i < header.nfds; ++i) {
+      fds.push_back(std::move(arrived_fds_.front()));
+      arrived_fds_.pop_front();
+    }
+    session_->on_frame(*this, header, decoder_.take_body(), std::move(fds));
+  }
+  return true;
+}
+
+bool LaneImpl::begin_bulk() {
+  payload_left_ = decoder_.header().payload_bytes;
+  payload_offset_ = 0;
+  in_payload_ = true;
+  mostly_bulk_ = payload_left_ >= kReadAhead;
+  std::string body = decoder_.take_body();
+  if (core_->bulk_handler) sink_ = core_->bulk_handler->begin(*this, body, payload_left_);
+  if (payload_left_ == 0) end_bulk(Status::ok());
+  return true;
+}
+
+// The window for the next bytes; empty, with sink_ gone, if the rest is to be thrown away.
+std::span<std::byte> LaneImpl::ask_window() {
+  if (!sink_) return {};
+  auto span = sink_->window(payload_offset_, payload_left_);
+  if (span.size() > payload_left_) span = span.first(payload_left_);
+  if (!span.empty()) return span;
+  auto finished = std::move(sink_);
+  finished->finish(Status::ok());
+  return {};
+}
+
+bool LaneImpl::take_payload_from_buffer() {
+  auto span = ask_window();
+  uint64_t n = std::min<uint64_t>(end_ - begin_, payload_left_);
+  if (sink_) {
+    n = std::min<uint64_t>(n, span.size());
+    std::memcpy(span.data(), buffer_.data() + begin_, n);
+  }
+  begin_ += n;
+  payload_arrived(n);
+  return true;
+}
+
+void LaneImpl::payload_arrived(uint64_t nbytes) {
+  payload_offset_ += nbytes;
+  payload_left_ -= nbytes;
+  if (sink_) sink_->filled(nbytes);
+  if (payload_left_ == 0) end_bulk(Status::ok());
+}
+
+void LaneImpl::end_bulk(const Status& status) {
+  in_payload_ = false;
+  auto finished = std::move(sink_);
+  if (finished) finished->finish(status);
+}
+
+void LaneImpl::die(const Status& why) {
+  if (std::exchange(over_, true)) return;
+  if (in_payload_) end_bulk(why);
+  bool sender_inside;
+  {
+    std::lock_guard lock(mutex_);
+    if (!killed_) killed_ = why;
+    dead_.store(true, std::memory_order_release);
+    ::shutdown(fd_.get(), SHUT_RDWR);
+    sender_inside = sending_;
+    death_waits_ = sender_inside;
+  }
+  auto self = shared_from_this();  // the reactor's reference may be the last
+  reactor_->unwatch(token_, fd_.get());
+  if (!sender_inside) finish_death();
+}
+
+void LaneImpl::finish_death() {
+  std::deque<std::unique_ptr<OutFrame>> unsent;
+  Status why;
+  {
+    std::lock_guard lock(mutex_);
+    if (current_) unsent.push_back(std::move(current_));
+    for (auto* queue : {&control_, &bulk_}) {
+      for (auto& frame : *queue) unsent.push_back(std::move(frame));
+      queue->clear();
+    }
+    why = *killed_;
+    ForkGuard::remove(fd_.get());
+    fd_.reset();
+  }
+  arrived_fds_.clear();
+  for (auto& frame : unsent) finish_frame(std::move(frame), why);
+  queued_ = 0;
+  session_->on_lane_dead(*this, why);
+  core_->lane_closed();
+}
+
+}  // namespace torch_mooncake::rpc

@@ -1,0 +1,199 @@
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "rpc/lane_impl.h"
+
+namespace torch_mooncake::rpc {
+namespace {
+
+// What a caller's thread sends itself before it leaves the rest to the I/O thread, and what the I/O thread sends on one
+// lane before it looks after the others.
+constexpr int64_t kCallerBudget = 256 << 10;
+constexpr int64_t kIoBudget = 4 << 20;
+constexpr size_t kPieces = 64;  // of one sendmsg
+
+}  // namespace
+
+Status LaneImpl::send_control(const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {
+  auto frame = std::make_unique<OutFrame>();
+  frame->header = encode_header(header);
+  frame->body = std::move(body);
+  frame->fds = std::move(fds);
+  frame->total = kHeaderBytes + frame->body.size();
+  return enqueue(std::move(frame), true, kCallerBudget);
+}
+
+Status LaneImpl::send_bulk(BulkFrame bulk) {
+  if (bulk.body.size() > kMaxBody || bulk.payload.size() > (1u << 20)) {
+    return {Code::invalid_argument, "bulk frame with a body of " + std::to_string(bulk.body.size()) + " bytes"};
+  }
+  auto frame = std::make_unique<OutFrame>();
+  FrameHeader header;
+  header.type = FrameType::bulk;
+  header.body_bytes = static_cast<uint32_t>(bulk.body.size());
+  for (auto& piece : bulk.payload) header.payload_bytes += piece.iov_len;
+  if (header.payload_bytes > kMaxPayload) return {Code::invalid_argument, "bulk frame of more than 1 TiB"};
+  frame->header = encode_header(header);
+  frame->body = std::move(bulk.body);
+  frame->payload = std::move(bulk.payload);
+  frame->sent = std::move(bulk.sent);
+  frame->keep = std::move(bulk.keep);
+  frame->total = kHeaderBytes + frame->body.size() + header.payload_bytes;
+  // Large frames are left to the I/O thread, so that a caller can spread its slices over lanes; small ones save the
+  // wake-up (about 45 µs) by going out here.
+  bool is_small = frame->total <= static_cast<uint64_t>(kCallerBudget);
+  return enqueue(std::move(frame), false, is_small ? kCallerBudget : 0);
+}
+
+Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64_t inline_budget) {
+  {
+    std::lock_guard lock(mutex_);
+    if (dead_.load(std::memory_order_relaxed) || killed_) {
+      return killed_ ? *killed_ : Status(Code::peer_lost, description_ + " is gone");
+    }
+    queued_.fetch_add(frame->total, std::memory_order_relaxed);
+    (is_control ? control_ : bulk_).push_back(std::move(frame));
+    if (sending_ || waiting_for_room_) return {};
+    sending_ = true;
+  }
+  if (reactor_->in_thread()) {
+    drain(kIoBudget);
+  } else if (inline_budget > 0) {
+    drain(inline_budget);
+  } else if (!reactor_->post([self = shared_from_this()] { self->drain(kIoBudget); })) {
+    drain(kIoBudget);  // the reactors are gone, so is the socket
+  }
+  return {};
+}
+
+// Called with sending_ true and owned by this thread; gives it up before returning.
+void LaneImpl::drain(int64_t budget) {
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      if (death_waits_ || !fd_.valid()) {
+        sending_ = false;
+        bool finish = std::exchange(death_waits_, false);
+        lock.unlock();
+        if (!finish) return;
+        if (!reactor_->post([self = shared_from_this()] { self->finish_death(); })) finish_death();
+        return;
+      }
+      if (!current_) {
+        auto& queue = !control_.empty() ? control_ : bulk_;
+        if (queue.empty()) {
+          sending_ = false;
+          return;
+        }
+        current_ = std::move(queue.front());
+        queue.pop_front();
+      }
+      if (budget <= 0) {
+        lock.unlock();  // the rest is the I/O thread's, which sees to its other lanes in between
+        if (reactor_->post([self = shared_from_this()] { self->drain(kIoBudget); })) return;
+        budget = kIoBudget;
+      }
+    }
+    ssize_t n = send_some(*current_);
+    int err = errno;
+    if (n < 0) {
+      if (err == EINTR) continue;
+      std::unique_lock lock(mutex_);
+      sending_ = false;
+      if (death_waits_) continue;  // take it up at the top; nobody else becomes the sender: the lane is dead
+      if (err == EAGAIN || err == EWOULDBLOCK) {
+        waiting_for_room_ = true;
+        reactor_->rearm(token_, fd_.get(), EPOLLIN | EPOLLOUT);
+        return;
+      }
+      // The I/O thread sees the shutdown and cleans up.
+      if (!killed_) {
+        killed_ = Status(Code::peer_lost, peer_name_ + " (" + description_ + "): " + ::strerror(err));
+      }
+      ::shutdown(fd_.get(), SHUT_RDWR);
+      return;
+    }
+    auto bytes = static_cast<uint64_t>(n);
+    queued_.fetch_sub(bytes, std::memory_order_relaxed);
+    sent_.fetch_add(bytes, std::memory_order_relaxed);
+    budget -= n;
+    if (current_->done < current_->total) continue;
+    std::unique_ptr<OutFrame> finished;
+    {
+      std::lock_guard lock(mutex_);
+      finished = std::move(current_);
+    }
+    finish_frame(std::move(finished), Status::ok());
+  }
+}
+
+// `sent` and `keep` are never touched on a caller's thread: the caller may hold a lock that they take.
+void LaneImpl::finish_frame(std::unique_ptr<OutFrame> frame, const Status& status) {
+  if (!frame->sent && !frame->keep) return;
+  if (reactor_->in_thread()) {
+    if (frame->sent) frame->sent(status);
+    return;
+  }
+  std::shared_ptr<OutFrame> shared = std::move(frame);
+  auto tell = [shared, status] {
+    if (shared->sent) shared->sent(status);
+    shared->sent = nullptr;
+    shared->keep = nullptr;
+  };
+  if (!reactor_->post(tell)) tell();
+}
+
+ssize_t LaneImpl::send_some(OutFrame& frame) {
+  iovec pieces[kPieces];
+  size_t count = 0;
+  uint64_t at = frame.done;
+  if (at < kHeaderBytes) {
+    pieces[count++] = {frame.header.data() + at, kHeaderBytes - at};
+    at = kHeaderBytes;
+  }
+  uint64_t body_at = at - kHeaderBytes;
+  if (body_at < frame.body.size()) {
+    pieces[count++] = {frame.body.data() + body_at, frame.body.size() - body_at};
+    body_at = frame.body.size();
+  }
+  uint64_t payload_done =
+      frame.done > kHeaderBytes + frame.body.size() ? frame.done - kHeaderBytes - frame.body.size() : 0;
+  while (frame.payload_at < frame.payload.size() &&
+         frame.payload_begin + frame.payload[frame.payload_at].iov_len <= payload_done) {
+    frame.payload_begin += frame.payload[frame.payload_at++].iov_len;
+  }
+  uint64_t skip = payload_done - frame.payload_begin;
+  for (size_t i = frame.payload_at; i < frame.payload.size() && count < kPieces; ++i, skip = 0) {
+    auto& piece = frame.payload[i];
+    if (piece.iov_len > skip) pieces[count++] = {static_cast<char*>(piece.iov_base) + skip, piece.iov_len - skip};
+  }
+  msghdr message{};
+  message.msg_iov = pieces;
+  message.msg_iovlen = count;
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
+  if (frame.done == 0 && !frame.fds.empty()) {
+    // The fds travel with the frame's first byte; a frame begins its own sendmsg, so they are never another's.
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(frame.fds.size() * sizeof(int));
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(frame.fds.size() * sizeof(int));
+    for (size_t i = 0; i < frame.fds.size(); ++i) {
+      int fd = frame.fds[i].get();
+      std::memcpy(CMSG_DATA(header) + i * sizeof(int), &fd, sizeof fd);
+    }
+  }
+  ssize_t n = ::sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (n > 0) {
+    frame.done += static_cast<uint64_t>(n);
+    frame.fds.clear();
+  }
+  return n;
+}
+
+}  // namespace torch_mooncake::rpc

@@ -1,0 +1,247 @@
+#include <chrono>
+#include <condition_variable>
+
+#include "common/clock.h"
+#include "rpc/responder_state.h"
+#include "rpc/session_impl.h"
+
+namespace torch_mooncake::rpc {
+namespace {
+
+constexpr int64_t kSpinNs = 50'000;
+constexpr size_t kMaxErrorMessage = 64 << 10;
+
+// The caller of call_sync and whoever completes its call.
+struct Waiter {
+  std::mutex mutex;
+  std::condition_variable cv;
+  std::atomic<bool> ready{false};
+  std::optional<Result<Message>> result;
+
+  void set(Result<Message> r) {
+    std::lock_guard lock(mutex);
+    result = std::move(r);
+    ready.store(true, std::memory_order_release);
+    cv.notify_one();
+  }
+  bool wait(Deadline deadline) {
+    for (int64_t limit = steady_ns() + kSpinNs; steady_ns() < limit;) {
+      if (ready.load(std::memory_order_acquire)) break;
+    }
+    std::unique_lock lock(mutex);
+    if (deadline.is_never()) {
+      cv.wait(lock, [&] { return result.has_value(); });
+      return true;
+    }
+    auto until = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(deadline.ns()));
+    return cv.wait_until(lock, until, [&] { return result.has_value(); });
+  }
+};
+
+std::string encode_error(const Status& status) {
+  ByteWriter w;
+  w.put(status.code()).put(std::string_view(status.message()).substr(0, kMaxErrorMessage));
+  return w.take();
+}
+
+Status decode_error(std::string_view body) {
+  ByteReader r(body);
+  auto code = r.get<uint8_t>();
+  auto message = r.get_string();
+  if (!r.done() || code == 0 || code > static_cast<uint8_t>(Code::internal)) {
+    return {Code::corrupt, "an error answer that cannot be read"};
+  }
+  return {static_cast<Code>(code), message};
+}
+
+FrameHeader header_of(FrameType type, uint16_t method, uint64_t id, size_t body_bytes, size_t nfds) {
+  FrameHeader header;
+  header.type = type;
+  header.method = method;
+  header.id = id;
+  header.body_bytes = static_cast<uint32_t>(body_bytes);
+  header.nfds = static_cast<uint8_t>(nfds);
+  return header;
+}
+
+}  // namespace
+
+Status SessionImpl::check_message(size_t body_bytes, const std::vector<UniqueFd>& fds) const {
+  if (body_bytes > kMaxBody) {
+    return {Code::invalid_argument, "a message of " + std::to_string(body_bytes) + " bytes; the limit is 16 MiB"};
+  }
+  if (fds.size() > kMaxFds) return {Code::invalid_argument, "more than 64 file descriptors in one message"};
+  auto lane = control();
+  if (!fds.empty() && lane && !lane->is_unix()) {
+    return {Code::unsupported, "file descriptors need a Unix socket; " + lane->describe() + " is not one"};
+  }
+  return {};
+}
+
+Status SessionImpl::begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, CallDone& done,
+                               uint64_t& id) {
+  TM_TRY(check_message(body.size(), fds));
+  std::shared_ptr<LaneImpl> lane;
+  {
+    std::lock_guard lock(mutex_);
+    if (ended_ || !control_) return ended_ ? status_ : Status(Code::peer_lost, "the control lane is gone");
+    id = next_call_++;
+    calls_.emplace(id, Pending{std::move(done), 0});
+    lane = control_;
+  }
+  auto header = header_of(FrameType::call, method, id, body.size(), fds.size());
+  Status sent = lane->send_control(header, std::move(body), std::move(fds));
+  if (sent) return sent;
+  // If the call is no longer there, the end of the session has answered it.
+  auto pending = take_call(id);
+  if (!pending) return {};
+  done = std::move(pending->done);
+  return sent;
+}
+
+std::optional<SessionImpl::Pending> SessionImpl::take_call(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  auto found = calls_.find(id);
+  if (found == calls_.end()) return {};
+  auto pending = std::move(found->second);
+  calls_.erase(found);
+  return pending;
+}
+
+void SessionImpl::complete(uint64_t id, Result<Message> result) {
+  auto pending = take_call(id);
+  if (!pending) return;  // its deadline passed: the answer is late, and dropped
+  if (pending->timer) reactor().cancel_timer(pending->timer);
+  pending->done(std::move(result));
+}
+
+void SessionImpl::call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds) {
+  if (core_->forked()) return done(Status(Code::forked, "this session belongs to the parent process"));
+  auto fail = [&](Status status) {
+    auto shared = std::make_shared<CallDone>(std::move(done));
+    auto tell = [shared, status] { (*shared)(status); };
+    if (!reactor_->post(tell)) tell();
+  };
+  if (deadline.expired()) return fail({Code::deadline_exceeded, "the deadline had passed before the call"});
+  uint64_t id = 0;
+  Status begun = begin_call(method, std::move(body), std::move(fds), done, id);
+  if (!begun) return fail(begun);
+  if (deadline.is_never()) return;
+  auto self = std::static_pointer_cast<SessionImpl>(shared_from_this());
+  std::weak_ptr<SessionImpl> weak = self;
+  uint64_t timer = reactor().add_timer(deadline.ns(), [weak, id, method] {
+    if (auto session = weak.lock()) {
+      session->complete(id, Status(Code::deadline_exceeded,
+                                   "no answer from " + session->peer().name + " to method " + std::to_string(method)));
+    }
+  });
+  std::lock_guard lock(mutex_);
+  if (auto found = calls_.find(id); found != calls_.end()) {
+    found->second.timer = timer;
+  } else {
+    reactor().cancel_timer(timer);  // answered meanwhile
+  }
+}
+
+Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadline deadline,
+                                       std::vector<UniqueFd> fds) {
+  if (core_->forked()) return {Code::forked, "this session belongs to the parent process"};
+  if (core_->in_own_thread()) {
+    for (auto& r : core_->reactors) {
+      if (r->in_thread()) return {Code::internal, "call_sync on an I/O thread would wait for itself"};
+    }
+  }
+  if (deadline.expired()) return {Code::deadline_exceeded, "the deadline had passed before the call"};
+  auto waiter = std::make_shared<Waiter>();
+  CallDone done = [waiter](Result<Message> result) { waiter->set(std::move(result)); };
+  uint64_t id = 0;
+  TM_TRY(begin_call(method, std::move(body), std::move(fds), done, id));
+  if (!waiter->wait(deadline)) {
+    if (take_call(id)) {
+      return {Code::deadline_exceeded, "no answer from " + setup_.peer.name + " to method " + std::to_string(method)};
+    }
+    (void)waiter->wait(Deadline::never());  // it is being completed just now
+  }
+  return std::move(*waiter->result);
+}
+
+Status SessionImpl::post(uint16_t method, std::string body) {
+  if (core_->forked()) return {Code::forked, "this session belongs to the parent process"};
+  TM_TRY(check_message(body.size(), {}));
+  auto lane = control();
+  {
+    std::lock_guard lock(mutex_);
+    if (ended_ || !lane) return ended_ ? status_ : Status(Code::peer_lost, "the control lane is gone");
+  }
+  auto header = header_of(FrameType::post, method, 0, body.size(), 0);
+  return lane->send_control(header, std::move(body));
+}
+
+void SessionImpl::answer(uint64_t id, std::string body, std::vector<UniqueFd> fds) {
+  if (core_->forked()) return;
+  if (Status fits = check_message(body.size(), fds); !fits) return answer_error(id, fits);
+  auto lane = control();
+  if (!lane) return;  // the caller has been told that the session is over
+  auto header = header_of(FrameType::reply, 0, id, body.size(), fds.size());
+  (void)lane->send_control(header, std::move(body), std::move(fds));
+}
+
+void SessionImpl::answer_error(uint64_t id, const Status& status) {
+  if (core_->forked()) return;
+  auto lane = control();
+  if (!lane) return;
+  std::string body = encode_error(status.is_ok() ? Status(Code::internal, "failed with the status ok") : status);
+  (void)lane->send_control(header_of(FrameType::error, 0, id, body.size(), 0), std::move(body));
+}
+
+void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {
+  if (lane.index() != 0) {
+    return lane.kill({Code::corrupt, "a control message on lane " + std::to_string(lane.index())});
+  }
+  switch (header.type) {
+    case FrameType::ping: {
+      FrameHeader pong;
+      pong.type = FrameType::pong;
+      (void)lane.send_control(pong, {});
+      return;
+    }
+    case FrameType::reply:
+      return complete(header.id, Message{std::move(body), std::move(fds)});
+    case FrameType::error:
+      return complete(header.id, decode_error(body));
+    case FrameType::call:
+    case FrameType::post:
+      break;
+    default:
+      return;  // pong: its arrival was the message
+  }
+  auto self = std::static_pointer_cast<SessionImpl>(shared_from_this());
+  Responder responder;
+  if (header.type == FrameType::call) {
+    auto state = std::make_shared<Responder::State>();
+    state->session = self;
+    state->id = header.id;
+    responder = Responder(std::move(state));
+  }
+  auto found = core_->methods.find(header.method);
+  if (found == core_->methods.end()) {
+    Status unknown{Code::unsupported, self_.name + " does not serve method " + std::to_string(header.method)};
+    if (header.type == FrameType::post) log::warning("rpc", unknown.message() + ", posted by " + setup_.peer.name);
+    return responder.fail(unknown);
+  }
+  Message message{std::move(body), std::move(fds)};
+  if (found->second.where == RunOn::inline_io) {
+    return found->second.handler(self, std::move(message), std::move(responder));
+  }
+  struct Task {
+    SessionPtr session;
+    Message message;
+    Responder responder;
+  };
+  auto task = std::make_shared<Task>(Task{self, std::move(message), std::move(responder)});
+  core_->worker.post([&method = found->second, task] {
+    method.handler(task->session, std::move(task->message), std::move(task->responder));
+  });
+}
+
+}  // namespace torch_mooncake::rpc

@@ -1,0 +1,106 @@
+// SessionImpl: calls, lanes and callbacks of one session.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "rpc/core.h"
+#include "rpc/frame.h"
+#include "rpc/lane_impl.h"
+#include "rpc/session.h"
+
+namespace torch_mooncake::rpc {
+
+class SessionImpl final : public Session {
+ public:
+  struct Setup {
+    SessionKey key;
+    Identity peer;
+    bool is_initiator = false;
+    std::string dialled;  // initiator: the address for further lanes
+  };
+  SessionImpl(std::shared_ptr<Core> core, Setup setup);
+
+  const SessionKey& key() const { return setup_.key; }
+
+  // Adds a lane; does not begin to receive on it. `peer_pid`: on a Unix socket, who is at the other end. Fails if the
+  // session is over (the fd is closed) or the index is taken.
+  Result<std::shared_ptr<LaneImpl>> add_lane(UniqueFd fd, uint32_t index, int peer_pid);
+  // A heartbeat tick, on an I/O thread.
+  void beat(int64_t now_ns, int64_t period_ns, int64_t limit_ns, bool forgive);
+
+  // From lanes, on their I/O threads.
+  void on_frame(LaneImpl& lane, const FrameHeader& header, std::string body, std::vector<UniqueFd> fds);
+  void on_lane_dead(LaneImpl& lane, const Status& why);
+  // From responders.
+  void answer(uint64_t id, std::string body, std::vector<UniqueFd> fds);
+  void answer_error(uint64_t id, const Status& status);
+
+  const Identity& peer() const override { return setup_.peer; }
+  const Identity& self() const override { return self_; }
+  bool is_initiator() const override { return setup_.is_initiator; }
+  bool alive() const override;
+  Status status() const override;
+  bool same_host() const override;
+  int peer_pid() const override;
+  void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds) override;
+  Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds) override;
+  Status post(uint16_t method, std::string body) override;
+  std::vector<std::shared_ptr<Lane>> lanes() const override;
+  Status open_lanes(int n, Deadline deadline) override;
+  void on_close(std::function<void(const Status&)> fn) override;
+  void on_lane_close(std::function<void(Lane&, const Status&)> fn) override;
+  void close(const Status& why) override;
+  void set_state(Slot slot, std::shared_ptr<void> state) override;
+  std::shared_ptr<void> state(Slot slot) const override;
+
+ private:
+  struct Pending {
+    CallDone done;
+    uint64_t timer = 0;
+  };
+  // Registers and sends; on failure the call is not pending and `done` is given back.
+  Status begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, CallDone& done, uint64_t& id);
+  std::optional<Pending> take_call(uint64_t id);
+  void complete(uint64_t id, Result<Message> result);
+  Status check_message(size_t body_bytes, const std::vector<UniqueFd>& fds) const;
+  std::shared_ptr<LaneImpl> control() const;
+  Reactor& reactor() const { return *reactor_; }
+
+  const std::shared_ptr<Core> core_;
+  const Setup setup_;
+  const Identity& self_;  // a snapshot that lives as long as core_
+  const std::shared_ptr<Reactor> reactor_;
+
+  mutable std::mutex mutex_;
+  Status status_;  // why it ended
+  bool ended_ = false;
+  bool told_ = false;        // on_close callbacks have run
+  int64_t forgiven_ns_ = 0;  // when we ourselves last came back from being stopped
+  std::vector<std::shared_ptr<LaneImpl>> lanes_;
+  std::shared_ptr<LaneImpl> control_;
+  uint32_t next_lane_ = 2;  // 0 and 1 belong to the connect
+  bool has_unix_lane_ = false;
+  int peer_pid_ = 0;
+  uint64_t next_call_ = 1;
+  std::map<uint64_t, Pending> calls_;
+  std::vector<std::function<void(const Status&)>> close_callbacks_;
+  std::vector<std::function<void(Lane&, const Status&)>> lane_callbacks_;
+  std::shared_ptr<void> states_[kSlots];
+};
+
+// connector.cpp: dial, prove, exchange identities; the session is added to the core and its lanes receive.
+Result<std::shared_ptr<SessionImpl>> connect_session(const std::shared_ptr<Core>& core, const std::string& address,
+                                                     Deadline deadline);
+// A further connection of a session, proven; not yet a lane.
+struct DialledLane {
+  UniqueFd fd;
+  int peer_pid = 0;
+};
+Result<DialledLane> dial_lane(const std::shared_ptr<Core>& core, const SessionKey& key, uint32_t index,
+                              const std::string& address, Deadline deadline);
+
+}  // namespace torch_mooncake::rpc

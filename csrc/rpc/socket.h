@@ -1,0 +1,50 @@
+// Stream sockets: made, tuned, connected and bound. All are close-on-exec and non-blocking.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "common/clock.h"
+#include "common/fd.h"
+#include "common/status.h"
+#include "rpc/address.h"
+
+namespace torch_mooncake::rpc {
+
+// Connects within the deadline. Refused, unreachable or no such socket: peer_lost; not allowed: auth; silence:
+// deadline_exceeded; `stop` turned true: closed. All name the address.
+Result<UniqueFd> dial(const Address& address, Deadline deadline, const std::atomic<bool>& stop);
+
+// Waits until fd is ready for `events` (POLLIN, POLLOUT).
+Status wait_ready(int fd, short events, Deadline deadline, const std::atomic<bool>& stop);
+
+struct Listener {
+  UniqueFd fd;
+  std::string dialable;                 // what to tell people
+  std::vector<std::string> advertised;  // every way in
+  // A socket file to remove at the end, if it is still this one.
+  std::string path;
+  dev_t device = 0;
+  ino_t inode = 0;
+  bool is_unix = false;
+  void remove_path() const;
+};
+// `with_token`: whether strangers will be asked for a token; without, only Unix and loopback may be bound (else auth).
+Result<Listener> open_listener(const Address& address, bool with_token);
+Result<Listener> adopt_listener(UniqueFd fd, const Address& address, bool with_token);
+
+// Latency and throughput settings of a connected socket of either kind.
+void tune(int fd);
+
+struct Credentials {
+  pid_t pid = 0;
+  uid_t uid = static_cast<uid_t>(-1);
+};
+// Who connected to us (accepting side). On the connecting side the kernel names who called listen(), which may be
+// another process than the one that accepted.
+Credentials peer_credentials(int fd);
+
+}  // namespace torch_mooncake::rpc

@@ -1,0 +1,504 @@
+#include "pool/home.h"
+
+#include <algorithm>
+
+namespace torch_mooncake::pool {
+
+void Home::set_view(uint64_t view) { view_ = std::max(view_, view); }
+
+std::optional<uint32_t> Home::donor_index(const NodeId& id) const {
+  for (uint32_t i = 0; i < donors_.size(); ++i)
+    if (donors_[i].id == id) return i;
+  return std::nullopt;
+}
+
+bool Home::knows(const NodeId& node) const {
+  const auto index = donor_index(node);
+  return index && donors_[*index].state == DonorState::State::here;
+}
+
+bool Home::whole(const std::vector<Spot>& spots, uint32_t parts) {
+  if (parts == 1) return !spots.empty();
+  std::vector<bool> have(parts);
+  uint32_t n = 0;
+  for (const Spot& spot : spots) {
+    if (spot.part >= parts || have[spot.part]) continue;
+    have[spot.part] = true;
+    ++n;
+  }
+  return n == parts;
+}
+
+// --- what is asked ---
+
+Found Home::find(std::string_view key) const {
+  const KeyHash h = hash(key);
+  if (!complete()) {
+    const auto it = candidates_.find(h);
+    return it == candidates_.end() ? Found::not_yet() : served_early(it->second);
+  }
+  if (const auto busy = busy_.find(h); busy != busy_.end()) {
+    const bool flipping = busy->second.phase == Phase::superseding;
+    const bool repairing = busy->second.phase != Phase::idle && busy->second.op.what == Op::What::repair;
+    if (flipping || repairing) return Found::not_yet();
+  }
+  const auto it = entries_.find(h);
+  if (it == entries_.end()) return {};
+  const Entry& e = it->second;
+  Found found{Found::State::found, e.kind, e.version, e.parts, {}};
+  found.places.reserve(e.spots.size());
+  for (const Spot& spot : e.spots) found.places.push_back({spot.part, {donors_[spot.donor].id, spot.extent}});
+  return found;
+}
+
+void Home::watch(RequestId request, std::string_view key, bool present) {
+  const KeyHash h = hash(key);
+  watches_[h].emplace_back(request, present);
+  watched_[request].push_back(h);
+}
+
+void Home::unwatch(RequestId request) {
+  const auto it = watched_.find(request);
+  if (it == watched_.end()) return;
+  for (const KeyHash& h : it->second) {
+    const auto list = watches_.find(h);
+    if (list == watches_.end()) continue;
+    std::erase_if(list->second, [request](const auto& w) { return w.first == request; });
+    if (list->second.empty()) watches_.erase(list);
+  }
+  watched_.erase(it);
+}
+
+void Home::wake(const KeyHash& hash) {
+  const auto it = watches_.find(hash);
+  if (it == watches_.end()) return;
+  const bool present = entries_.count(hash) != 0;
+  std::vector<RequestId> ready;
+  std::erase_if(it->second, [&](const auto& watch) {
+    if (watch.second && !present) return false;
+    ready.push_back(watch.first);
+    return true;
+  });
+  if (it->second.empty()) watches_.erase(it);
+  for (RequestId request : ready) {
+    const auto mine = watched_.find(request);
+    if (mine != watched_.end()) {
+      if (const auto at = std::find(mine->second.begin(), mine->second.end(), hash); at != mine->second.end())
+        mine->second.erase(at);
+      if (mine->second.empty()) watched_.erase(mine);
+    }
+    actions_.push_back(Ready{request});
+  }
+}
+
+void Home::wake_all() {
+  std::vector<KeyHash> all;
+  for (const auto& [h, list] : watches_) all.push_back(h);
+  for (const KeyHash& h : all) wake(h);
+}
+
+Result<TxnId> Home::begin(std::string_view key, std::string_view label, uint32_t parts, int64_t deadline_ns,
+                          const TxnId& fresh) {
+  const KeyHash h = hash(key);
+  for (auto& [txn, group] : groups_) {
+    if (group.hash != h || group.label != label) continue;
+    if (group.parts != parts)
+      return {Code::invalid_argument, "another writer of this object says it has " + std::to_string(group.parts) +
+                                          " parts, not " + std::to_string(parts)};
+    group.deadline_ns = std::max(group.deadline_ns, deadline_ns);
+    return txn;
+  }
+  Group& group = groups_[fresh];
+  group.hash = h;
+  group.label = label;
+  group.parts = parts;
+  group.deadline_ns = deadline_ns;
+  return fresh;
+}
+
+void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns) {
+  const KeyHash h = hash(call.head.key);
+  auto refuse = [&](Status why) { actions_.push_back(CommitDone{request, std::move(why)}); };
+  if (!call.head.sound() || call.replicas.empty())
+    return refuse({Code::invalid_argument, "commit of no replica or of a part that is not there"});
+  if (call.head.view > view_)
+    return refuse({Code::pool_unavailable, "this directory node knows view " + std::to_string(view_) +
+                                               ", the request is of view " + std::to_string(call.head.view)});
+  std::vector<NewSpot> spots;
+  for (const ReplicaRef& replica : call.replicas) {
+    const auto index = donor_index(replica.node);
+    if (!index || gone(*index)) return refuse({Code::peer_lost, "a donor of this object has left the pool"});
+    NewSpot spot;
+    spot.donor = *index;
+    spot.part = call.head.part;
+    spot.extent = replica.extent;
+    spot.crc32c = call.crc32c;
+    spots.push_back(spot);
+  }
+  if (call.head.parts == 1) {
+    Op op;
+    op.requests = {request};
+    op.kind = call.head.kind;
+    op.if_exists = call.if_exists;
+    op.txn = call.head.txn;
+    op.spots = std::move(spots);
+    op.deadline_ns = deadline_ns;
+    return enqueue(h, std::move(op));
+  }
+  const auto it = groups_.find(call.head.txn);
+  if (it == groups_.end() || it->second.hash != h)
+    return refuse({Code::deadline_exceeded, "the other writers of this object have given up: nothing was stored"});
+  Group& group = it->second;
+  if (call.head.parts != group.parts) return refuse({Code::invalid_argument, "writers differ in the number of parts"});
+  if (group.have.count(call.head.part))
+    return refuse({Code::key_exists, "part " + std::to_string(call.head.part) + " was written by another writer"});
+  if (group.have.empty()) {
+    group.op.kind = call.head.kind;
+    group.op.if_exists = call.if_exists;
+    group.op.txn = call.head.txn;
+    group.op.parts = group.parts;
+  } else if (group.op.kind != call.head.kind || group.op.if_exists != call.if_exists) {
+    return refuse({Code::invalid_argument, "writers of one object differ in their options"});
+  }
+  group.have.insert(call.head.part);
+  group.op.requests.push_back(request);
+  group.op.spots.insert(group.op.spots.end(), spots.begin(), spots.end());
+  group.op.deadline_ns = std::min(group.op.deadline_ns, deadline_ns);
+  if (group.have.size() < group.parts) return;
+  Op op = std::move(group.op);
+  groups_.erase(it);
+  enqueue(h, std::move(op));
+}
+
+void Home::remove(RequestId request, std::string_view key, int64_t deadline_ns) {
+  Op op;
+  op.what = Op::What::remove;
+  op.requests = {request};
+  op.deadline_ns = deadline_ns;
+  enqueue(hash(key), std::move(op));
+}
+
+// --- one operation after the other ---
+
+void Home::enqueue(const KeyHash& hash, Op op) {
+  busy_[hash].queue.push_back(std::move(op));
+  advance(hash);
+}
+
+void Home::advance(const KeyHash& hash) {
+  for (auto it = busy_.find(hash); it != busy_.end(); it = busy_.find(hash)) {
+    Busy& busy = it->second;
+    if (busy.phase != Phase::idle) return;
+    if (busy.queue.empty()) {
+      busy_.erase(it);
+      return;
+    }
+    if (!complete()) return;
+    Op op = std::move(busy.queue.front());
+    busy.queue.pop_front();
+    start(hash, busy, std::move(op));
+  }
+}
+
+void Home::start(const KeyHash& hash, Busy& busy, Op op) {
+  const auto existing = entries_.find(hash);
+  const bool exists = existing != entries_.end();
+  if (op.what == Op::What::remove) {
+    if (!exists) {
+      actions_.push_back(RemoveDone{op.requests[0], false});
+      return;
+    }
+    busy.op = std::move(op);
+    return start_superseding(hash, busy);
+  }
+  for (const NewSpot& spot : op.spots)
+    if (gone(spot.donor)) return fail_op(hash, op, {Code::peer_lost, "a donor of this object has left the pool"});
+  if (exists) {
+    const Entry& e = existing->second;
+    if (e.kind != op.kind)
+      return fail_op(hash, op,
+                     {Code::invalid_argument, e.kind == Kind::sealed ? "this key is sealed: remove it first"
+                                                                     : "this key is named, so it cannot be sealed"});
+    if (op.if_exists == IfExists::error) return fail_op(hash, op, {Code::key_exists, "the key exists"});
+    if (op.kind == Kind::sealed || op.if_exists == IfExists::keep) {
+      drop(hash, op);
+      return answer(op, {}, false, e.version);
+    }
+  }
+  op.version = {view_, ++counter_};
+  busy.op = std::move(op);
+  start_marking(hash, busy);
+}
+
+void Home::start_marking(const KeyHash& hash, Busy& busy) {
+  busy.phase = Phase::marking;
+  busy.failure = {};
+  busy.outstanding = 0;
+  for (const NewSpot& spot : busy.op.spots) {
+    if (spot.state != NewSpot::State::prepared) continue;
+    Mark mark = make_mark(Mark::What::commit, hash, spot.extent);
+    mark.version = busy.op.version;
+    mark.crc32c = spot.crc32c;
+    mark.txn = busy.op.txn;
+    send(hash, spot.donor, mark, true);
+    ++busy.outstanding;
+  }
+  if (busy.outstanding == 0) step_over(hash, busy);
+}
+
+void Home::start_superseding(const KeyHash& hash, Busy& busy) {
+  busy.phase = Phase::superseding;
+  busy.outstanding = 0;
+  if (const auto it = entries_.find(hash); it != entries_.end())
+    busy.olds.insert(busy.olds.end(), it->second.spots.begin(), it->second.spots.end());
+  for (const Spot& old : busy.olds) {
+    if (gone(old.donor)) continue;
+    send(hash, old.donor, make_mark(Mark::What::supersede, hash, old.extent), true);
+    ++busy.outstanding;
+  }
+  if (busy.outstanding == 0) step_over(hash, busy);
+}
+
+void Home::step_over(const KeyHash& hash, Busy& busy) {
+  if (busy.phase == Phase::marking && busy.failure.is_ok()) return start_superseding(hash, busy);
+  if (busy.phase == Phase::marking) {  // undo before anybody is told
+    busy.phase = Phase::aborting;
+    drop(hash, busy.op);
+    for (const NewSpot& spot : busy.op.spots) {
+      if (spot.state != NewSpot::State::committed || gone(spot.donor)) continue;
+      send(hash, spot.donor, make_mark(Mark::What::supersede, hash, spot.extent), true);
+      ++busy.outstanding;
+    }
+    if (busy.outstanding != 0) return;
+  }
+  Candidates fallback;
+  if (busy.phase == Phase::superseding) {
+    flip(hash, busy);
+  } else {
+    answer(busy.op, busy.failure, false, {});
+    fallback = std::move(busy.op.rest);
+  }
+  busy.phase = Phase::idle;
+  busy.op = {};
+  busy.olds.clear();
+  busy.failure = {};
+  judge(hash, std::move(fallback));
+  wake(hash);
+  advance(hash);
+}
+
+void Home::flip(const KeyHash& hash, Busy& busy) {
+  Op& op = busy.op;
+  if (op.what == Op::What::remove) {
+    entries_.erase(hash);
+    actions_.push_back(RemoveDone{op.requests[0], true});
+    return;
+  }
+  Entry entry{op.version, op.kind, op.parts, {}};
+  for (const NewSpot& spot : op.spots)
+    if (spot.state == NewSpot::State::committed && !gone(spot.donor)) entry.spots.push_back(spot);
+  const bool is_whole = whole(entry.spots, entry.parts);
+  for (const Spot& spot : entry.spots)
+    send(hash, spot.donor, make_mark(is_whole ? Mark::What::finalize : Mark::What::supersede, hash, spot.extent),
+         false);
+  if (is_whole) {
+    entries_[hash] = std::move(entry);
+  } else {
+    entries_.erase(hash);  // evicted already, or lost with its donor
+  }
+  answer(op, is_whole ? Status{} : busy.failure, true, op.version);
+}
+
+void Home::answer(const Op& op, const Status& failure, bool stored, Version version) {
+  for (RequestId request : op.requests) {
+    if (failure.is_ok()) {
+      actions_.push_back(CommitDone{request, CommitAnswer{version, stored}});
+    } else {
+      actions_.push_back(CommitDone{request, failure});
+    }
+  }
+}
+
+void Home::fail_op(const KeyHash& hash, const Op& op, const Status& why) {
+  if (op.what == Op::What::remove) {
+    actions_.push_back(RemoveDone{op.requests[0], why});
+    return;
+  }
+  drop(hash, op);
+  answer(op, why, false, {});
+}
+
+void Home::drop(const KeyHash& hash, const Op& op) {
+  std::set<uint32_t> donors;
+  for (const NewSpot& spot : op.spots) {
+    if (gone(spot.donor) || !donors.insert(spot.donor).second) continue;
+    Mark mark = make_mark(Mark::What::drop, hash, spot.extent);
+    mark.txn = op.txn;
+    send(hash, spot.donor, mark, false);
+  }
+}
+
+// --- marks ---
+
+Mark Home::make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const {
+  Mark mark;
+  mark.what = what;
+  mark.view = view_;
+  mark.shard = shard_of(hash);
+  mark.extent = extent;
+  return mark;
+}
+
+void Home::send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait) {
+  MarkId id = 0;
+  if (wait) {
+    id = next_mark_++;
+    outstanding_[id] = {hash, donor, mark};
+  }
+  actions_.push_back(SendMark{id, donors_[donor].id, std::move(mark)});
+}
+
+void Home::mark_done(MarkId id, const Status& status) {
+  const auto it = outstanding_.find(id);
+  if (it == outstanding_.end()) return;
+  const bool undoing = it->second.mark.what != Mark::What::commit;
+  // What is not there has certainly lost its word; anything else that is no final refusal is asked again.
+  const bool settled =
+      status.is_ok() || status.code() == Code::key_not_found || (!undoing && status.code() != Code::pool_unavailable);
+  if (!settled) {
+    it->second.again = true;
+    return;
+  }
+  const Outstanding done = std::move(it->second);
+  outstanding_.erase(it);
+  resolve_mark(done.hash, done.donor, done.mark, undoing ? Status{} : status);
+}
+
+void Home::resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, const Status& status) {
+  const auto it = busy_.find(hash);
+  if (it == busy_.end() || it->second.outstanding == 0) return;
+  Busy& busy = it->second;
+  if (mark.what == Mark::What::commit) {
+    for (NewSpot& spot : busy.op.spots) {
+      if (!(spot == Spot{donor, 0, mark.extent}) || spot.state != NewSpot::State::prepared) continue;
+      spot.state = status.is_ok() ? NewSpot::State::committed : NewSpot::State::gone;
+    }
+    if (!status.is_ok()) busy.failure = status;
+  }
+  if (--busy.outstanding == 0) step_over(hash, busy);
+}
+
+// --- losses ---
+
+void Home::evicted(const NodeId& node, std::string_view key, ExtentRef extent) {
+  if (const auto index = donor_index(node)) forget_spot(hash(key), *index, extent);
+}
+
+void Home::forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent) {
+  const Spot gone_spot{donor, 0, extent};
+  if (const auto it = candidates_.find(hash); it != candidates_.end())
+    std::erase_if(it->second, [&](const Candidate& c) { return c == gone_spot; });
+  if (const auto it = busy_.find(hash); it != busy_.end())
+    for (NewSpot& spot : it->second.op.spots)
+      if (spot == gone_spot) spot.state = NewSpot::State::gone;
+  const auto it = entries_.find(hash);
+  if (it == entries_.end() || std::erase(it->second.spots, gone_spot) == 0) return;
+  if (!whole(it->second.spots, it->second.parts)) lost(hash);
+}
+
+// Some part of the key is nowhere: the key is gone, never its own past. What is left of it can be served by nobody.
+void Home::lost(const KeyHash& hash) {
+  const auto it = entries_.find(hash);
+  for (const Spot& spot : it->second.spots)
+    if (!gone(spot.donor)) send(hash, spot.donor, make_mark(Mark::What::supersede, hash, spot.extent), false);
+  entries_.erase(it);
+}
+
+void Home::expel(const NodeId& node) {
+  const auto index = donor_index(node);
+  if (!index || gone(*index)) return;
+  DonorState& state = donors_[*index];
+  if (state.state == DonorState::State::expected) --expected_;
+  state.state = DonorState::State::gone;
+  forget_donor(*index);
+  std::vector<Outstanding> over;
+  for (auto it = outstanding_.begin(); it != outstanding_.end();) {
+    if (it->second.donor != *index) {
+      ++it;
+      continue;
+    }
+    over.push_back(std::move(it->second));
+    it = outstanding_.erase(it);
+  }
+  const Status why(Code::peer_lost, "a donor was lost during the commit");
+  for (const Outstanding& o : over)
+    resolve_mark(o.hash, o.donor, o.mark, o.mark.what == Mark::What::commit ? why : Status{});
+  judge_all();
+}
+
+void Home::forget_donor(uint32_t donor) {
+  for (auto& [hash, candidates] : candidates_)
+    std::erase_if(candidates, [donor](const Candidate& c) { return c.donor == donor; });
+  std::vector<KeyHash> no_more;
+  for (auto& [hash, entry] : entries_) {
+    if (std::erase_if(entry.spots, [donor](const Spot& s) { return s.donor == donor; }) == 0) continue;
+    if (!whole(entry.spots, entry.parts)) no_more.push_back(hash);
+  }
+  for (const KeyHash& hash : no_more) lost(hash);
+  for (auto& [hash, busy] : busy_) {
+    for (NewSpot& spot : busy.op.spots) {
+      if (spot.donor != donor || spot.state != NewSpot::State::committed) continue;
+      spot.state = NewSpot::State::gone;
+      busy.failure = {Code::peer_lost, "a donor was lost during the commit"};
+    }
+  }
+}
+
+// --- time ---
+
+void Home::tick(int64_t now_ns) {
+  const Status why(Code::deadline_exceeded, "the commit had not begun: nothing was stored");
+  std::vector<KeyHash> touched;
+  for (auto& [hash, busy] : busy_) {
+    const size_t before = busy.queue.size();
+    std::erase_if(busy.queue, [&, h = hash](const Op& op) {
+      if (op.deadline_ns > now_ns) return false;
+      fail_op(h, op, why);
+      return true;
+    });
+    if (busy.queue.size() != before) touched.push_back(hash);
+  }
+  for (const KeyHash& hash : touched) advance(hash);
+  std::erase_if(groups_, [&](const auto& item) {
+    const Group& group = item.second;
+    if (std::min(group.op.deadline_ns, group.deadline_ns) > now_ns) return false;
+    fail_op(group.hash, group.op,
+            {Code::deadline_exceeded, std::to_string(group.have.size()) + " of " + std::to_string(group.parts) +
+                                          " parts came in time: nothing was stored"});
+    return true;
+  });
+  for (auto& [id, out] : outstanding_) {
+    if (!out.again) continue;
+    out.again = false;
+    out.mark.view = view_;
+    actions_.push_back(SendMark{id, donors_[out.donor].id, out.mark});
+  }
+}
+
+Status Home::check() const {
+  for (const auto& [hash, entry] : entries_) {
+    if (!whole(entry.spots, entry.parts)) return {Code::corrupt, "an entry lacks a part"};
+    for (const Spot& spot : entry.spots)
+      if (gone(spot.donor)) return {Code::corrupt, "an entry points at a donor that is gone"};
+  }
+  std::map<uint64_t, uint64_t> marks;
+  for (const auto& [id, out] : outstanding_) {
+    if (!busy_.count(out.hash)) return {Code::corrupt, "a mark is outstanding without an operation"};
+    ++marks[out.hash[0]];
+  }
+  for (const auto& [hash, busy] : busy_)
+    if (marks[hash[0]] != busy.outstanding) return {Code::corrupt, "an operation waits for no mark"};
+  return {};
+}
+
+}  // namespace torch_mooncake::pool

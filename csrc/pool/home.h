@@ -1,0 +1,231 @@
+// Home: the directory node's state machine: from key to the extents that hold its current version.
+//
+// Pure: no network, no clock, no threads. Events go in as calls, what is to be done comes out of take_actions(), in
+// order. The service drives it, and so can a simulator. Soft state: everything here can be rebuilt from what donors
+// announce.
+//
+// Commit of a key, each step acknowledged by all donors concerned before the next (the numbers are the blueprint's):
+//   (1) the parts are PREPARED in donors' tables before commit() is called; parts of several writers gather here;
+//   (2) a version is assigned and donors mark COMMITTED          phase `marking`; a refusal aborts
+//   (3) donors of the older version mark it SUPERSEDED           phase `superseding`; from here on it goes through
+//   (4) the index flips; lookups that came in during (3) waited for it
+//   (5) the writer is answered
+//   (6) new extents become FINAL, lazily. (Old ones were freed along with their mark.)
+// Removal is 3-5; a fresh key skips 3. One operation at a time per key, the others queue in order. A donor silent in
+// any step blocks that key until it answers or is expelled; it is asked again when it announces anew.
+//
+// An operation whose deadline passes before its step 2 did nothing and never will; after that it is carried through
+// whether or not its writer still waits.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "common/api.h"
+#include "pool/messages.h"
+
+namespace torch_mooncake::pool {
+
+using RequestId = uint64_t;  // the asker's name for its question
+using MarkId = uint64_t;     // 0: no answer is wanted
+
+struct SendMark {
+  MarkId id = 0;
+  NodeId node{};
+  Mark mark;
+};
+struct CommitDone {
+  RequestId request = 0;
+  Result<CommitAnswer> result;
+};
+struct RemoveDone {
+  RequestId request = 0;
+  Result<bool> result;
+};
+struct Ready {  // a watched key may be looked up now
+  RequestId request = 0;
+};
+using HomeAction = std::variant<SendMark, CommitDone, RemoveDone, Ready>;
+
+struct Found {
+  enum class State { found, missing, later };  // later: being flipped, or not known before all donors announced
+  State state = State::missing;
+  Kind kind = Kind::named;
+  Version version;
+  uint32_t parts = 1;
+  std::vector<std::pair<uint32_t, ReplicaRef>> places;  // (part, where)
+  static Found not_yet() {
+    Found f;
+    f.state = State::later;
+    return f;
+  }
+};
+
+class TM_API Home {
+ public:
+  // `view` must be above all views of the same lineage before.
+  Home(uint64_t view, uint64_t seed) : view_(view), seed_(seed) {}
+
+  uint64_t view() const { return view_; }
+  void set_view(uint64_t view);
+  uint64_t highest_version_view() const { return highest_version_view_; }
+  KeyHash hash(std::string_view key) const { return hash_key(key, seed_); }
+
+  // Donors. expect(): one of the last view, to be heard or expelled before the directory is complete. announce(): all
+  // it has. A donor that announces again (its worker restarted) is compared with what is known, and asked again what
+  // it has not answered. expel(): it is fenced; what it had is gone.
+  void expect(const NodeId& node);
+  void announce(const NodeId& node, const std::vector<Announced>& extents);
+  void expel(const NodeId& node);
+  bool knows(const NodeId& node) const;
+  bool complete() const { return expected_ == 0; }
+
+  // The transaction of an object of several writers: theirs who began with the same label and are not done yet, else
+  // `fresh`. It is over, and every writer is told, when its last part has come or one of their deadlines passes.
+  Result<TxnId> begin(std::string_view key, std::string_view label, uint32_t parts, int64_t deadline_ns,
+                      const TxnId& fresh);
+  void commit(RequestId request, const CommitCall& call, int64_t deadline_ns);
+  void remove(RequestId request, std::string_view key, int64_t deadline_ns);
+
+  Found find(std::string_view key) const;
+  // Ready when find() has an answer other than `later`; with `present`, when it finds something new.
+  void watch(RequestId request, std::string_view key, bool present);
+  void unwatch(RequestId request);
+
+  void evicted(const NodeId& node, std::string_view key, ExtentRef extent);
+  // `ok`, or why the donor did not do it. Not called for marks that did not reach the donor.
+  void mark_done(MarkId id, const Status& status);
+  void tick(int64_t now_ns);
+
+  std::vector<HomeAction> take_actions() { return std::exchange(actions_, {}); }
+  uint64_t keys() const { return entries_.size(); }
+  bool idle() const { return busy_.empty() && groups_.empty(); }
+  // No key points at a donor that is not there, no mark is outstanding without an operation. For tests.
+  Status check() const;
+
+ private:
+  struct HashOfHash {
+    size_t operator()(const KeyHash& h) const { return static_cast<size_t>(h[1]); }
+  };
+  struct Spot {  // an extent on a donor
+    uint32_t donor = 0;
+    uint32_t part = 0;
+    ExtentRef extent;
+    bool operator==(const Spot& o) const {
+      return donor == o.donor && extent.index == o.extent.index && extent.generation == o.extent.generation;
+    }
+  };
+  struct Entry {
+    Version version;
+    Kind kind = Kind::named;
+    uint32_t parts = 1;
+    std::vector<Spot> spots;
+  };
+  struct NewSpot : Spot {
+    std::optional<uint32_t> crc32c;
+    enum class State : uint8_t { prepared, committed, gone } state = State::prepared;
+  };
+  struct Candidate : Spot {  // announced, not yet judged
+    Version version;
+    TxnId txn{};
+    Kind kind = Kind::named;
+    ExtentState state = ExtentState::committed;
+    uint32_t parts = 1;
+  };
+  struct Op {
+    enum class What : uint8_t { put, remove, repair } what = What::put;
+    std::vector<RequestId> requests;
+    Kind kind = Kind::named;
+    IfExists if_exists = IfExists::replace;
+    TxnId txn{};
+    uint32_t parts = 1;
+    std::vector<NewSpot> spots;
+    int64_t deadline_ns = INT64_MAX;
+    Version version;
+    std::vector<Candidate> rest;  // repair: the versions below
+  };
+  enum class Phase : uint8_t { idle, marking, superseding, aborting };
+  struct Busy {
+    Phase phase = Phase::idle;
+    Op op;
+    std::vector<Spot> olds;
+    uint32_t outstanding = 0;
+    Status failure;
+    std::deque<Op> queue;
+  };
+  struct Outstanding {
+    KeyHash hash;
+    uint32_t donor = 0;
+    Mark mark;
+    bool again = false;  // was refused in a way that may pass: sent again at the next tick
+  };
+  struct DonorState {
+    NodeId id{};
+    enum class State : uint8_t { expected, here, gone } state = State::here;
+    bool trusted = false;  // of the last view: it knows what has become of its named keys
+  };
+  struct Group {
+    KeyHash hash;
+    std::string label;
+    uint32_t parts = 1;
+    int64_t deadline_ns = 0;
+    std::set<uint32_t> have;
+    Op op;
+  };
+  using Candidates = std::vector<Candidate>;
+
+  std::optional<uint32_t> donor_index(const NodeId& id) const;
+  DonorState& donor(uint32_t index) { return donors_[index]; }
+  bool gone(uint32_t donor) const { return donors_[donor].state == DonorState::State::gone; }
+  static bool whole(const std::vector<Spot>& spots, uint32_t parts);
+
+  void enqueue(const KeyHash& hash, Op op);
+  void advance(const KeyHash& hash);  // starts what is next, erases the idle
+  void start(const KeyHash& hash, Busy& busy, Op op);
+  void start_marking(const KeyHash& hash, Busy& busy);
+  void marked(const KeyHash& hash, Busy& busy);  // after step 2
+  void start_superseding(const KeyHash& hash, Busy& busy);
+  void flip(const KeyHash& hash, Busy& busy);
+  void step_over(const KeyHash& hash, Busy& busy);  // all marks of the phase are answered
+  void answer(const Op& op, const Status& failure, bool stored, Version version);
+  void drop(const KeyHash& hash, const Op& op);  // its PREPARED parts
+  void fail_op(const KeyHash& hash, const Op& op, const Status& why);
+  void send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait);
+  Mark make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const;
+  void resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, const Status& status);
+  void forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent);
+  void forget_donor(uint32_t donor);
+  void lost(const KeyHash& hash);
+  void wake(const KeyHash& hash);
+  void wake_all();
+
+  // Rebuild (home_rebuild.cpp).
+  void compare(uint32_t donor, const std::vector<Announced>& extents);
+  void judge_all();
+  void judge(const KeyHash& hash, Candidates candidates);
+  Found served_early(const Candidates& candidates) const;
+  bool open_txn(const KeyHash& hash, const TxnId& txn) const;
+
+  uint64_t view_;
+  uint64_t seed_;
+  uint64_t counter_ = 0, next_mark_ = 1, highest_version_view_ = 0;
+  uint32_t expected_ = 0;
+  std::vector<DonorState> donors_;
+  std::unordered_map<KeyHash, Entry, HashOfHash> entries_;
+  std::unordered_map<KeyHash, Busy, HashOfHash> busy_;
+  std::unordered_map<KeyHash, Candidates, HashOfHash> candidates_;  // while not complete
+  std::map<TxnId, Group> groups_;
+  std::map<MarkId, Outstanding> outstanding_;
+  std::unordered_map<KeyHash, std::vector<std::pair<RequestId, bool>>, HashOfHash> watches_;
+  std::unordered_map<RequestId, std::vector<KeyHash>> watched_;
+  std::vector<HomeAction> actions_;
+};
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,228 @@
+// What donors announce: the first time (the directory is rebuilt from it) and again (it is compared with what is
+// known).
+#include <algorithm>
+
+#include "pool/home.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+bool is_stored(ExtentState state) { return state == ExtentState::committed || state == ExtentState::final; }
+
+}  // namespace
+
+void Home::expect(const NodeId& node) {
+  if (donor_index(node)) return;
+  donors_.push_back({node, DonorState::State::expected, true});
+  ++expected_;
+}
+
+void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
+  auto index = donor_index(node);
+  for (const Announced& a : extents) {
+    highest_version_view_ = std::max(highest_version_view_, a.version.view);
+    if (a.version.view == view_) counter_ = std::max(counter_, a.version.counter);
+  }
+  const bool was_complete = complete();
+  if (!index) {
+    index = static_cast<uint32_t>(donors_.size());
+    donors_.push_back({node, DonorState::State::here, false});
+  }
+  DonorState& state = donors_[*index];
+  if (state.state == DonorState::State::expected) --expected_;
+  if (state.state == DonorState::State::gone) state.trusted = false;
+  state.state = DonorState::State::here;
+  if (was_complete) return compare(*index, extents);
+
+  for (auto& [hash, candidates] : candidates_)  // it may have announced before, and restarted
+    std::erase_if(candidates, [&](const Candidate& c) { return c.donor == *index; });
+  for (const Announced& a : extents) {
+    const KeyHash h = hash(a.key);
+    // Only a donor of the last view can know what has become of its named keys.
+    if (!state.trusted && a.kind == Kind::named) {
+      if (is_stored(a.state)) send(h, *index, make_mark(Mark::What::supersede, h, a.extent), false);
+      continue;
+    }
+    Candidate c;
+    c.donor = *index;
+    c.part = a.part;
+    c.extent = a.extent;
+    c.version = a.version;
+    c.txn = a.txn;
+    c.kind = a.kind;
+    c.state = a.state;
+    c.parts = a.parts;
+    candidates_[h].push_back(c);
+  }
+  if (complete()) {
+    judge_all();
+  } else {
+    wake_all();  // what is FINAL or sealed is served already
+  }
+}
+
+// Complete entries that are sealed or FINAL: their steps were over, so nobody has seen a newer one.
+Found Home::served_early(const Candidates& candidates) const {
+  std::map<Version, std::vector<const Candidate*>, std::greater<>> versions;
+  for (const Candidate& c : candidates)
+    if (c.state == ExtentState::final || (c.kind == Kind::sealed && is_stored(c.state)))
+      versions[c.version].push_back(&c);
+  for (const auto& [version, list] : versions) {
+    std::vector<Spot> spots;
+    Found found{Found::State::found, list[0]->kind, version, list[0]->parts, {}};
+    for (const Candidate* c : list) {
+      spots.push_back(*c);
+      found.places.push_back({c->part, {donors_[c->donor].id, c->extent}});
+    }
+    if (whole(spots, found.parts)) return found;
+  }
+  return Found::not_yet();
+}
+
+void Home::judge_all() {
+  if (!complete()) return;
+  auto all = std::exchange(candidates_, {});
+  entries_.reserve(entries_.size() + all.size());
+  for (auto& [hash, candidates] : all) judge(hash, std::move(candidates));
+  std::vector<KeyHash> waiting;
+  for (const auto& [hash, busy] : busy_)
+    if (busy.phase == Phase::idle) waiting.push_back(hash);
+  for (const KeyHash& hash : waiting) advance(hash);
+  wake_all();
+}
+
+void Home::judge(const KeyHash& hash, Candidates candidates) {
+  if (candidates.empty()) return;
+  std::map<Version, Candidates, std::greater<>> versions;
+  Candidates prepared;
+  for (const Candidate& c : candidates) (is_stored(c.state) ? versions[c.version] : prepared).push_back(c);
+
+  // The highest version that is whole, or will be once the PREPARED parts of its transaction are completed.
+  auto chosen = versions.begin();
+  Op op;
+  for (; chosen != versions.end(); ++chosen) {
+    op = {};
+    op.what = Op::What::repair;
+    op.version = chosen->first;
+    op.txn = chosen->second[0].txn;
+    op.kind = chosen->second[0].kind;
+    op.parts = chosen->second[0].parts;
+    std::vector<Spot> spots;
+    auto add = [&](const Candidate& c, NewSpot::State state) {
+      NewSpot spot;
+      static_cast<Spot&>(spot) = c;
+      spot.state = state;
+      op.spots.push_back(spot);
+      spots.push_back(c);
+    };
+    for (const Candidate& c : chosen->second) add(c, NewSpot::State::committed);
+    for (const Candidate& c : prepared)
+      if (c.txn == op.txn) add(c, NewSpot::State::prepared);
+    if (whole(spots, op.parts)) break;
+  }
+  const bool found = chosen != versions.end();
+  for (const Candidate& c : prepared) {
+    if (found && c.txn == op.txn) continue;
+    Mark mark = make_mark(Mark::What::drop, hash, c.extent);
+    mark.txn = c.txn;
+    send(hash, c.donor, mark, false);
+  }
+
+  std::vector<Spot> olds;
+  for (const auto& [version, list] : versions) {
+    for (const Candidate& c : list) {
+      if (found && version == chosen->first) continue;
+      if (found && op.kind == Kind::sealed && c.kind == Kind::sealed && op.parts == 1 && c.parts == 1) {
+        NewSpot copy;  // any copy of a sealed key is valid
+        static_cast<Spot&>(copy) = c;
+        copy.state = NewSpot::State::committed;
+        op.spots.push_back(copy);
+      } else {
+        olds.push_back(c);
+        if (found && op.spots.size() > chosen->second.size()) op.rest.push_back(c);
+      }
+    }
+  }
+  if (!found) {  // never whole: nobody can have seen it, or its last replica is lost
+    for (const Spot& spot : olds) send(hash, spot.donor, make_mark(Mark::What::supersede, hash, spot.extent), false);
+    return;
+  }
+  const bool all_marked = std::all_of(op.spots.begin(), op.spots.end(),
+                                      [](const NewSpot& s) { return s.state == NewSpot::State::committed; });
+  if (all_marked && olds.empty()) {
+    Entry& entry = entries_[hash];
+    entry = {op.version, op.kind, op.parts, {}};
+    for (const NewSpot& spot : op.spots) entry.spots.push_back(spot);
+    for (const Candidate& c : chosen->second)
+      if (c.state != ExtentState::final) send(hash, c.donor, make_mark(Mark::What::finalize, hash, c.extent), false);
+    return;
+  }
+  Busy& busy = busy_[hash];
+  busy.op = std::move(op);
+  busy.olds = std::move(olds);
+  start_marking(hash, busy);
+}
+
+bool Home::open_txn(const KeyHash& hash, const TxnId& txn) const {
+  if (groups_.count(txn)) return true;
+  const auto it = busy_.find(hash);
+  if (it == busy_.end()) return false;
+  const Busy& busy = it->second;
+  if (busy.phase != Phase::idle && busy.op.txn == txn) return true;
+  return std::any_of(busy.queue.begin(), busy.queue.end(), [&](const Op& op) { return op.txn == txn; });
+}
+
+void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
+  std::set<std::pair<uint32_t, uint64_t>> there;
+  for (const Announced& a : extents)
+    if (is_stored(a.state)) there.emplace(a.extent.index, a.extent.generation);
+  std::vector<std::pair<KeyHash, ExtentRef>> missing;
+  for (const auto& [hash, entry] : entries_)
+    for (const Spot& spot : entry.spots)
+      if (spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
+        missing.emplace_back(hash, spot.extent);
+  for (const auto& [hash, extent] : missing) forget_spot(hash, donor, extent);
+
+  for (const Announced& a : extents) {
+    const KeyHash h = hash(a.key);
+    Spot spot{donor, a.part, a.extent};
+    if (!is_stored(a.state)) {
+      if (open_txn(h, a.txn)) continue;
+      Mark mark = make_mark(Mark::What::drop, h, a.extent);
+      mark.txn = a.txn;
+      send(h, donor, mark, false);
+      continue;
+    }
+    const auto entry = entries_.find(h);
+    if (entry != entries_.end() &&
+        std::find(entry->second.spots.begin(), entry->second.spots.end(), spot) != entry->second.spots.end())
+      continue;
+    const auto busy = busy_.find(h);
+    if (busy != busy_.end() && busy->second.phase != Phase::idle) {
+      const auto& op = busy->second.op;
+      const auto& olds = busy->second.olds;
+      if (std::find(op.spots.begin(), op.spots.end(), spot) != op.spots.end() ||
+          std::find(olds.begin(), olds.end(), spot) != olds.end())
+        continue;
+    }
+    // The directory is complete: it knows every named extent that counts.
+    const bool free_key = entry == entries_.end() && busy == busy_.end();
+    const bool copy = entry != entries_.end() && entry->second.kind == Kind::sealed && entry->second.parts == 1;
+    if (a.kind != Kind::sealed || a.parts != 1 || !(free_key || copy)) {
+      send(h, donor, make_mark(Mark::What::supersede, h, a.extent), false);
+    } else if (copy) {
+      entry->second.spots.push_back(spot);
+    } else {
+      entries_[h] = {a.version, a.kind, 1, {spot}};
+      wake(h);
+    }
+  }
+  for (auto& [id, out] : outstanding_) {
+    if (out.donor != donor) continue;
+    out.again = false;
+    out.mark.view = view_;
+    actions_.push_back(SendMark{id, donors_[donor].id, out.mark});
+  }
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,465 @@
+// What pool processes say to each other: methods 200-299 and their bodies. Every request and mark carries the sender's
+// view and the shard it is about, so that several directory nodes need no new protocol.
+//
+// Who asks whom: a client asks its own node for the view, donors for space and descriptions, and the home (the
+// directory node of a key's shard) for versions. The leader's home sends marks to donors.
+#pragma once
+
+#include "pool/key_hash.h"
+#include "pool/wire.h"
+
+namespace torch_mooncake::pool {
+
+enum Method : uint16_t {
+  kAttach = 200,
+  kDetach,
+  kView,
+  kReserve,
+  kGiveBack,
+  kPutInline,
+  kBegin,
+  kCommit,
+  kRemove,
+  kLookup,
+  kDescribe,
+  kKeys,
+  kStat,
+  kJoin = 220,
+  kAnnounce,
+  kBeat,
+  kMark,
+  kEvicted,
+  kLeave,
+};
+
+inline constexpr uint64_t kInlineLimit = 16 * 1024;  // smaller values may ride inside the put
+inline constexpr size_t kMaxLabelBytes = 256;
+inline constexpr size_t kMaxParts = 4096;
+inline constexpr size_t kMaxBatch = 1 << 16;
+inline constexpr size_t kMaxNodes = 4096;
+inline constexpr size_t kMaxTextBytes = 4096;  // names, addresses, descriptors, error texts
+
+inline uint32_t shard_of(const KeyHash& hash) { return static_cast<uint32_t>(hash[0] % kShards); }
+
+// --- membership ---
+
+// A node's id names the memory it lends: it stays over restarts of the worker that attach to that memory, and is new
+// with new memory. The incarnation is the worker's engine.
+struct NodeInfo {
+  NodeId id{};
+  Id128 incarnation{};
+  std::string host_id;
+  std::vector<std::string> addresses;
+  uint64_t limit_bytes = 0, used_bytes = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(id)(incarnation)(host_id, kMaxTextBytes)(addresses, 64)(limit_bytes)(used_bytes);
+  }
+};
+
+struct View {
+  static constexpr const char* kName = "view";
+  uint64_t number = 0;
+  uint64_t seed = 0;  // of the key hash
+  Id128 lineage{};    // of the leader's memory: versions of one lineage compare
+  NodeId home{};      // the directory node (one, for now)
+  std::vector<NodeInfo> nodes;
+  const NodeInfo* find(const NodeId& id) const {
+    for (const auto& node : nodes)
+      if (node.id == id) return &node;
+    return nullptr;
+  }
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(number)(seed)(lineage)(home)(nodes, kMaxNodes);
+  }
+};
+
+struct JoinRequest {
+  static constexpr const char* kName = "join";
+  NodeInfo node;
+  Id128 lineage{};    // of the leader it belonged to last; zero: none
+  uint64_t view = 0;  // the highest it has seen
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(node)(lineage)(view);
+  }
+};
+struct JoinAnswer {
+  static constexpr const char* kName = "join answer";
+  View view;
+  bool keep_named = false;  // false: drop named extents before announcing: others may have newer versions
+  uint32_t lease_ms = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(keep_named)(lease_ms);
+  }
+};
+
+// An extent as a home must know it.
+struct Announced {
+  std::string key;
+  Kind kind = Kind::named;
+  ExtentState state = ExtentState::free;  // prepared, committed or final
+  Version version;
+  TxnId txn{};
+  uint32_t part = 0, parts = 1;
+  ExtentRef extent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent);
+  }
+};
+struct AnnounceRequest {
+  static constexpr const char* kName = "announce";
+  uint64_t view = 0;
+  NodeId node{};
+  std::vector<Announced> extents;
+  bool first = false, last = false;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(node)(extents, kMaxBatch)(first)(last);
+  }
+};
+
+struct BeatRequest {
+  static constexpr const char* kName = "beat";
+  NodeId node{};
+  Id128 incarnation{};
+  uint64_t view = 0, limit_bytes = 0, used_bytes = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(node)(incarnation)(view)(limit_bytes)(used_bytes);
+  }
+};
+struct BeatAnswer {
+  static constexpr const char* kName = "beat answer";
+  std::optional<View> view;  // if the sender's is older
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view);
+  }
+};
+struct LeaveRequest {
+  static constexpr const char* kName = "leave";
+  NodeId node{};
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(node);
+  }
+};
+
+// --- home to donor ---
+
+struct Mark {
+  static constexpr const char* kName = "mark";
+  enum class What : uint8_t { commit = 0, finalize, supersede, drop };
+  What what = What::commit;
+  uint64_t view = 0;
+  uint32_t shard = 0;
+  ExtentRef extent;
+  TxnId txn{};  // drop
+  Version version;
+  std::optional<uint32_t> crc32c;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(what)(view)(shard)(extent)(txn)(version)(crc32c);
+  }
+};
+constexpr auto last_value(Mark::What) { return Mark::What::drop; }
+
+struct EvictedExtent {
+  std::string key;
+  ExtentRef extent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(key, kMaxKeyBytes)(extent);
+  }
+};
+struct EvictedReport {
+  static constexpr const char* kName = "evicted";
+  uint64_t view = 0;
+  NodeId node{};
+  std::vector<EvictedExtent> extents;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(node)(extents, kMaxBatch);
+  }
+};
+
+// --- client to node ---
+
+struct AttachRequest {
+  static constexpr const char* kName = "attach";
+  std::string name;
+  bool map = false;  // asks for the segments' fds; only over a Unix socket
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(name, kMaxTextBytes)(map);
+  }
+};
+// With map: fds are the table, the data segments, the slot page, in this order.
+struct AttachAnswer {
+  static constexpr const char* kName = "attach answer";
+  NodeId node{};
+  SessionId session = 0;
+  bool mapped = false;
+  std::vector<Id128> segments;  // table first
+  Id128 slots{};
+  std::vector<std::string> descriptors;  // without map: regions of the same segments
+  View view;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(node)(session)(mapped)(segments, kMaxNodes)(slots)(descriptors, kMaxNodes)(view);
+  }
+};
+struct DetachRequest {
+  static constexpr const char* kName = "detach";
+  SessionId session = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(session);
+  }
+};
+struct Empty {
+  static constexpr const char* kName = "empty";
+  template <typename Ar>
+  void fields(Ar&) {}
+};
+
+// What is the same in every put.
+struct PutHead {
+  uint64_t view = 0;
+  uint32_t shard = 0;
+  std::string key;
+  Kind kind = Kind::named;
+  uint32_t part = 0, parts = 1;
+  TxnId txn{};
+  uint32_t timeout_ms = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(shard)(key, kMaxKeyBytes)(kind)(part)(parts)(txn)(timeout_ms);
+  }
+  bool sound() const { return !key.empty() && parts >= 1 && parts <= kMaxParts && part < parts; }
+};
+struct ReserveCall {
+  static constexpr const char* kName = "reserve";
+  PutHead head;
+  SessionId session = 0;
+  uint64_t nbytes = 0;
+  std::string meta, label;
+  bool wait = false;  // for room, up to the timeout
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(head)(session)(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(wait);
+  }
+};
+struct ReserveAnswer {
+  static constexpr const char* kName = "reserve answer";
+  ExtentRef extent;
+  std::vector<Piece> pieces;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(extent)(pieces, kMaxPieces);
+  }
+};
+struct GiveBackCall {
+  static constexpr const char* kName = "give back";
+  SessionId session = 0;
+  ExtentRef extent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(session)(extent);
+  }
+};
+struct PutInlineCall {
+  static constexpr const char* kName = "inline put";
+  PutHead head;
+  IfExists if_exists = IfExists::replace;
+  std::string meta, label, data;
+  bool checksum = false;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(head)(if_exists)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(data, kInlineLimit)(checksum);
+  }
+};
+struct BeginCall {  // of an object of several writers: who has the same label joins the same transaction
+  static constexpr const char* kName = "begin";
+  PutHead head;
+  std::string label;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(head)(label, kMaxLabelBytes);
+  }
+};
+struct BeginAnswer {
+  static constexpr const char* kName = "begin answer";
+  TxnId txn{};
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(txn);
+  }
+};
+
+struct ReplicaRef {
+  NodeId node{};
+  ExtentRef extent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(node)(extent);
+  }
+};
+struct CommitCall {
+  static constexpr const char* kName = "commit";
+  PutHead head;
+  IfExists if_exists = IfExists::replace;
+  std::vector<ReplicaRef> replicas;
+  std::optional<uint32_t> crc32c;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(head)(if_exists)(replicas, 64)(crc32c);
+  }
+};
+struct CommitAnswer {
+  static constexpr const char* kName = "commit answer";
+  Version version;
+  bool stored = true;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(version)(stored);
+  }
+};
+
+struct KeyCall {  // remove
+  static constexpr const char* kName = "key";
+  uint64_t view = 0;
+  uint32_t shard = 0;
+  std::string key;
+  uint32_t timeout_ms = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(shard)(key, kMaxKeyBytes)(timeout_ms);
+  }
+};
+struct RemoveAnswer {
+  static constexpr const char* kName = "remove answer";
+  bool removed = false;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(removed);
+  }
+};
+
+struct LookupKey {
+  uint32_t shard = 0;
+  std::string key;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(shard)(key, kMaxKeyBytes);
+  }
+};
+struct LookupCall {
+  static constexpr const char* kName = "lookup";
+  uint64_t view = 0;
+  std::vector<LookupKey> keys;
+  bool describe = false;  // also say what the home's own donor knows of each; counts as a use
+  bool present = false;   // answer when all keys are there (with at least that version), or at the timeout
+  std::optional<Version> at_least;
+  uint32_t timeout_ms = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(keys, kMaxBatch)(describe)(present)(at_least)(timeout_ms);
+  }
+};
+struct Description {
+  uint64_t nbytes = 0;
+  std::string meta, label;
+  std::optional<uint32_t> crc32c;
+  std::vector<Piece> pieces;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(crc32c)(pieces, kMaxPieces);
+  }
+};
+struct Place {
+  uint32_t part = 0;
+  ReplicaRef at;
+  std::optional<Description> description;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(part)(at)(description);
+  }
+};
+struct LookupEntry {
+  bool found = false;
+  Kind kind = Kind::named;
+  Version version;
+  uint32_t parts = 1;
+  std::vector<Place> places;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(found);
+    if (found) ar(kind)(version)(parts)(places, kMaxParts * 4);
+  }
+};
+struct LookupAnswer {
+  static constexpr const char* kName = "lookup answer";
+  uint64_t view = 0;
+  std::vector<LookupEntry> entries;  // one a key, fewer if the answer would be too long: ask again for the rest
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(entries, kMaxBatch);
+  }
+};
+
+struct DescribeCall {
+  static constexpr const char* kName = "describe";
+  uint64_t view = 0;
+  std::vector<EvictedExtent> extents;  // key and extent
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(extents, kMaxBatch);
+  }
+};
+struct DescribeAnswer {
+  static constexpr const char* kName = "describe answer";
+  std::vector<std::optional<Description>> descriptions;  // none: gone
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(descriptions, kMaxBatch);
+  }
+};
+
+struct KeysCall {
+  static constexpr const char* kName = "keys";
+  uint64_t view = 0;
+  std::string prefix, after;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(prefix, kMaxKeyBytes)(after, kMaxKeyBytes);
+  }
+};
+struct KeysAnswer {
+  static constexpr const char* kName = "keys answer";
+  std::vector<std::string> keys;  // sorted
+  bool more = false;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(keys, 1 << 22)(more);
+  }
+};
+
+struct StatAnswer {
+  static constexpr const char* kName = "stat answer";
+  uint64_t view = 0, keys = 0;
+  uint64_t limit_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
+  uint64_t extents = 0, pinned = 0, evictions = 0;
+  bool is_home = false;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(keys)(
+        limit_bytes)(used_bytes)(limbo_bytes)(prepared_bytes)(fenced_bytes)(extents)(pinned)(evictions)(is_home);
+  }
+};
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,67 @@
+// Is a history of one key's operations linearizable? Wing and Gong's search with memory. The key is a register whose
+// value 0 means "missing". An operation that was never answered may have happened at any time after its call, or not
+// at all. A loss (eviction, a donor's end) may remove the value at any time after it began, any number of times: misses
+// are allowed then, old values never.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace torch_mooncake::pool::test {
+
+struct HistoryOp {
+  enum class What { put, put_if_absent, kept, remove, removed_nothing, get, loss } what = What::get;
+  uint64_t value = 0;          // put: what; get: what was seen
+  int64_t called = 0;
+  int64_t returned = INT64_MAX;  // INT64_MAX: unknown outcome
+};
+
+class LinearizabilityCheck {
+ public:
+  explicit LinearizabilityCheck(std::vector<HistoryOp> ops) : ops_(std::move(ops)), done_(ops_.size()) {}
+  bool holds() { return search(0); }
+
+ private:
+  // All answered operations must be placed; the earliest return among those left bounds who may be next.
+  bool search(uint64_t value) {
+    if (!seen_.emplace(done_, value).second) return false;
+    int64_t first_return = INT64_MAX;
+    for (size_t i = 0; i < ops_.size(); ++i)
+      if (!done_[i]) first_return = std::min(first_return, ops_[i].returned);
+    if (first_return == INT64_MAX) return true;
+    for (size_t i = 0; i < ops_.size(); ++i) {
+      if (done_[i] || ops_[i].called > first_return) continue;
+      const bool repeats = ops_[i].what == HistoryOp::What::loss;
+      uint64_t next = value;
+      if (!apply(ops_[i], next) || (repeats && next == value)) continue;
+      if (!repeats) done_[i] = true;
+      if (search(next)) return true;
+      if (!repeats) done_[i] = false;
+    }
+    return false;
+  }
+  static bool apply(const HistoryOp& op, uint64_t& value) {
+    using What = HistoryOp::What;
+    switch (op.what) {
+      case What::put: value = op.value; return true;
+      case What::put_if_absent:
+        if (value != 0) return false;
+        value = op.value;
+        return true;
+      case What::kept: return value != 0;
+      case What::remove: value = 0; return true;
+      case What::removed_nothing: return value == 0;
+      case What::get: return value == op.value;
+      case What::loss: value = 0; return true;
+    }
+    return false;
+  }
+
+  const std::vector<HistoryOp> ops_;
+  std::vector<bool> done_;
+  std::set<std::pair<std::vector<bool>, uint64_t>> seen_;
+};
+
+}  // namespace torch_mooncake::pool::test

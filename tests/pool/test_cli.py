@@ -1,0 +1,80 @@
+"""The command line, over a real node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torch_mooncake as tm
+
+
+def cli(*args: str, stdin: bytes = b"", status: int = 0) -> bytes:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_mooncake", *args], input=stdin, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == status, done.stderr.decode()
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_put_get_ls_rm(pool: tm.Pool, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"hello")
+    np.save(tmp_path / "in.npy", np.arange(6.0).reshape(2, 3))
+    cli("put", "a/file", str(tmp_path / "in"), "--version", "v1")
+    cli("put", "a/array", str(tmp_path / "in.npy"))
+    assert json.loads(cli("put", "a/stdin", "-", "--json", stdin=b"x" * 100))["nbytes"] == 100
+    tm.put("model", {"w": torch.zeros(2, 3, dtype=torch.bfloat16), "step": 4})
+    assert tm.get("a/file", version="v1") == b"hello"
+    assert np.array_equal(tm.get("a/array"), np.arange(6.0).reshape(2, 3))
+
+    assert cli("ls", "a/").decode().split() == ["a/array", "a/file", "a/stdin"]
+    rows = {row["key"]: row for row in json.loads(cli("ls", "-l", "--json"))}
+    assert rows["model"]["value"] == {"w": "tensor bfloat16 [2, 3]", "step": 4}
+    assert rows["a/file"]["label"] == "v1"
+    assert "array <f8 [2, 3]" in cli("ls", "-l").decode()
+
+    assert cli("get", "a/file", "-o", "-") == b"hello"
+    cli("get", "a/array", "-o", str(tmp_path / "out.npy"))
+    assert np.array_equal(np.load(tmp_path / "out.npy"), np.arange(6.0).reshape(2, 3))
+    assert json.loads(cli("get", "model", "--json"))["value"]["step"] == 4
+    assert b"its bytes have no meaning" in cli("get", "model", "-o", "-", status=1)
+
+    assert b"nobody" in cli("get", "nobody", status=3)
+    assert cli("rm", "a/file", "a/array") == b""
+    cli("rm", "a/file", status=3)
+    assert tm.keys() == ["a/stdin", "model"]
+
+
+def test_stat_and_doctor(pool: tm.Pool, pool_env: Any) -> None:
+    tm.put("k", torch.zeros(1 << 20))
+    assert json.loads(cli("stat", "--json"))["keys"] == 1
+    assert "1 keys, 1 nodes" in cli("stat").decode()
+    report = json.loads(cli("doctor", "--json"))
+    assert report["settings"]["pool"] == pool_env.pool
+    assert {c["name"]: c["ok"] for c in report["checks"]}["native core"]
+    assert "TM_RUNTIME_DIR" in cli("doctor").decode()
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["node", "--help"], ["ls", "--help"], ["doctor", "--help"], ["--version"]]
+)
+def test_help(args: list[str]) -> None:
+    assert b"torch-mooncake" in cli(*args)
+
+
+def test_errors_are_one_line_and_a_status(pool_env: Any) -> None:
+    assert b"Traceback" not in cli("ls", "--address", "pigeon://x", status=1)
+    document = subprocess.run(
+        [sys.executable, "-m", "torch_mooncake", "ls", "--address", "pigeon://x", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    ).stdout
+    assert json.loads(document)["error"] == "UNSUPPORTED"
+    cli("no-such-command", status=2)

@@ -1,0 +1,125 @@
+"""What tests need to deal with other processes and with a pool of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).parent / "child.py"
+
+
+def eventually(condition: Callable[[], Any], timeout: float = 10.0) -> bool:
+    """True as soon as ``condition()`` is; False after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def processes_with(text: str) -> list[int]:
+    """Processes (zombies not counted) whose command line or environment contains ``text``, except ourselves."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            if text in (entry / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+class PoolEnv:
+    """A runtime folder and pool name of one test."""
+
+    def __init__(self, runtime_dir: str, pool: str) -> None:
+        self.runtime_dir, self.pool = runtime_dir, pool
+        self.folder = Path(runtime_dir) / pool
+
+    def nodes(self) -> list[int]:
+        """Pids of this pool's node: keeper and worker, the keeper (the parent) first."""
+        pids = processes_with(self.runtime_dir)
+        pids = [pid for pid in pids if "torch-mooncake-node" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return sorted(pids, key=lambda pid: (_parent(pid) in pids, pid))
+
+    def worker(self) -> int:
+        return self.nodes()[-1]
+
+    def log(self) -> str:
+        try:
+            return (self.folder / "node.log").read_text()
+        except FileNotFoundError:
+            return ""
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Child:
+    """Another Python process that runs what it is told: ``child("result = 1 + 1") == 2``. Names stay between calls."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            text=True,
+        )
+        self.pid = self.process.pid
+
+    def start(self, code: str, **names: Any) -> None:
+        """Run ``code`` without waiting for it."""
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps({"code": code, "names": names}) + "\n")
+        self.process.stdin.flush()
+
+    def result(self) -> Any:
+        """What the code left in ``result``, or its exception as RuntimeError("TypeName: message")."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError(f"the child ended with {self.process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def __call__(self, code: str, **names: Any) -> Any:
+        self.start(code, **names)
+        return self.result()
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        self.process.send_signal(signum)
+        if signum == signal.SIGKILL:
+            self.process.wait()
+
+    def close(self) -> int:
+        """End it in an orderly way; its exit status."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            return self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            if self.process.stdout:
+                self.process.stdout.close()

@@ -32,12 +32,15 @@ void stop_credentials(int fd) {
 
 // A Unix connection to a peer that was dialled over TCP: proof that it is on this host. None is no error.
 std::optional<DialledLane> prove_same_host(const std::shared_ptr<Core>& core, const SessionKey& key,
-                                           const Identity& peer, Deadline deadline) {
+                                           const Identity& peer, Deadline deadline, std::string& dialled) {
   if (peer.host_id != core->options.host_id) return {};
   Deadline limit = min(deadline, Deadline::after_ms(kSameHostDialMs));
   for (auto& address : peer.addresses) {
     if (address.rfind("unix://", 0) != 0) continue;
-    if (auto lane = dial_lane(core, key, 0, address, limit)) return std::move(*lane);
+    auto lane = dial_lane(core, key, 0, address, limit);
+    if (!lane) continue;
+    dialled = address;  // further lanes take this way too
+    return std::move(*lane);
   }
   return {};
 }
@@ -80,7 +83,7 @@ Result<std::shared_ptr<SessionImpl>> connect_session(const std::shared_ptr<Core>
   if (address.kind == Address::Kind::unix) {
     stop_credentials(fd.get());
   } else {
-    same_host = prove_same_host(core, setup.key, setup.peer, deadline);
+    same_host = prove_same_host(core, setup.key, setup.peer, deadline, setup.dialled);
   }
   ByteWriter identity;
   core->identity().encode(identity);

@@ -107,6 +107,11 @@ void LaneImpl::receive() {
       pieces[count++] = {buffer_.data(), mostly_bulk_ ? kReadAhead : buffer_.size()};
     }
     ssize_t n = receive_some(pieces, count);
+    if (n <= 0 && sink_ && window > 0) {
+      int err = errno;
+      sink_->filled(0);  // a window is open around one recv only, never while the lane sleeps
+      errno = err;
+    }
     if (n < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;

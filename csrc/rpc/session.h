@@ -75,7 +75,8 @@ class TM_API BulkReceive {
   // Where payload byte `offset` and the following go now; at most `wanted` bytes. Called before every recv, so this
   // is where grants are re-checked. An empty span sends the rest of the payload to a sink (and is asked no more).
   virtual std::span<std::byte> window(uint64_t offset, uint64_t wanted) = 0;
-  // `nbytes` were placed in the last window.
+  // `nbytes` were placed in the last window; 0 if the recv brought none. Between window() and this call the window may
+  // be written, and only then.
   virtual void filled(uint64_t nbytes) = 0;
   // The frame is over: ok, or the lane died inside it. Nothing writes to the windows any more.
   virtual void finish(const Status& status) = 0;

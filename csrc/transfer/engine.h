@@ -92,6 +92,7 @@ enum class OpState : uint8_t { pending, done, failed, timeout, cancelled };
 struct OpOptions {
   Deadline deadline = Deadline::after_ms(Deadline::kDefaultMs);
   std::string notify;                         // delivered to the target once, after the data is visible; <= 64 KiB
+  std::shared_ptr<Peer> peer;                 // who gets the notification of an op with an empty list
   std::shared_ptr<void> keep;                 // dropped at the op's end, outside the engine's threads
   std::function<void(const Status&)> on_end;  // engine callback thread, once
 };
@@ -155,6 +156,10 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
 
   virtual Result<PeerPtr> connect(const std::string& address, Deadline deadline) = 0;
   virtual PeerPtr peer_of(const rpc::SessionPtr& session) = 0;  // a session somebody dialled to us works both ways
+
+  // What carries ordinary memory (in no shared segment) to and from that peer: "local" "process_vm" "unix" "tcp", or ""
+  // if nothing allowed does. RemoteRegion::transport() and Op::transport() have the truth about one region, one op.
+  virtual std::string transport_for(const PeerPtr& peer) const = 0;
 
   // All remote slices of one op belong to one peer. All or nothing is not promised for the bytes, only for the
   // outcome. An empty list is done at once (the notification is still delivered).

@@ -1,0 +1,443 @@
+#include <algorithm>
+#include <unordered_map>
+
+#include "common/log.h"
+#include "memory/shared_heap.h"
+#include "transfer/engine_impl.h"
+#include "transfer/process_vm/endpoint.h"
+#include "transfer/shm/endpoint.h"
+#include "transfer/tcp/endpoint.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer {
+namespace {
+
+constexpr std::array kOptions = {"local", "shm", "tcp"};
+
+// Every live engine of this process, so that two of them find each other.
+struct Registry {
+  std::mutex mutex;
+  std::map<Id128, std::weak_ptr<EngineImpl>> engines;
+};
+Registry& registry() {
+  static auto* r = new Registry;  // never destroyed: engines may outlive static destructors
+  return *r;
+}
+
+// The op of an empty list with nobody to notify.
+class NothingOp final : public Op {
+ public:
+  explicit NothingOp(OpOptions options, Worker& callbacks) {
+    if (options.on_end) callbacks.post([fn = std::move(options.on_end)] { fn({}); });
+  }
+  OpState state() const override { return OpState::done; }
+  Status status() const override { return {}; }
+  Status wait(Deadline) override { return {}; }
+  void cancel() override {}
+  uint64_t nbytes() const override { return 0; }
+  uint64_t bytes_done() const override { return 0; }
+  bool remote_quiescent() const override { return true; }
+  std::string transport() const override { return ""; }
+};
+
+}  // namespace
+
+EngineImpl::EngineImpl(EngineOptions options, std::unique_ptr<rpc::Endpoint> rpc)
+    : options_(std::move(options)),
+      callbacks_(std::make_shared<Worker>("tm-callbacks")),
+      notes_(std::make_shared<NotificationQueue>(callbacks_)),
+      rpc_(std::move(rpc)),
+      regions_(std::make_shared<RegionTable>(rpc_->self().engine)) {}
+
+Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
+  for (auto& name : options.transports)
+    if (std::find(kOptions.begin(), kOptions.end(), name) == kOptions.end())
+      return Status(Code::unsupported, "transport '" + name + "' does not exist here; there are: local, shm, tcp");
+  if (options.lanes < 1 || options.lanes > 64)
+    return Status(Code::invalid_argument, "lanes must be 1..64, not " + std::to_string(options.lanes));
+  if (options.slice_bytes < (256 << 10) || options.slice_bytes > (4 << 20))
+    return Status(Code::invalid_argument,
+                  "slice_bytes must be 256 KiB .. 4 MiB, not " + std::to_string(options.slice_bytes));
+  TM_ASSIGN(auto rpc, rpc::Endpoint::create(options.rpc));
+  std::shared_ptr<EngineImpl> engine(new EngineImpl(std::move(options), std::move(rpc)));
+  engine->attach();
+  {
+    std::lock_guard lock(registry().mutex);
+    registry().engines[engine->id()] = engine;
+  }
+  for (auto& address : engine->options_.listen)
+    if (auto bound = engine->listen(address); !bound) {
+      engine->close();
+      return bound.status();
+    }
+  return engine;
+}
+
+void EngineImpl::attach() {
+  rpc_->set_bulk_handler(this);
+  rpc_->on_session([this](const rpc::SessionPtr& session) { peer(session); });
+  handle(kHello, [](PeerImpl& p, rpc::Message m, rpc::Responder r) { p.on_hello(std::move(m), std::move(r)); });
+  handle(kOpen, [](PeerImpl& p, rpc::Message m, rpc::Responder r) { p.on_open(std::move(m), std::move(r)); });
+  handle(kRevoke, [](PeerImpl& p, rpc::Message m, rpc::Responder r) { p.on_revoke(std::move(m), std::move(r)); });
+  handle(kCloseGrant, [](PeerImpl& p, rpc::Message m, rpc::Responder r) {
+    p.grants().remove(ByteReader(m.body).get<uint32_t>());
+    r.ok();
+  });
+  handle(kReleaseAll, [](PeerImpl& p, rpc::Message, rpc::Responder r) {
+    p.grants().remove_all();
+    r.ok();
+  });
+  handle(kNotify, [this](PeerImpl& p, rpc::Message m, rpc::Responder r) {
+    notes_->push({p.identity().engine, p.identity().name, std::move(m.body)});
+    r.ok();
+  });
+  SegmentEndpoint::attach(*this);
+  ProcessVmEndpoint::attach(*this);
+  StreamEndpoint::attach(*this);
+}
+
+EngineImpl::~EngineImpl() {
+  if (getpid() != pid_) {
+    rpc_.release();  // its threads are the parent's: nothing of it can be ended here
+    return;
+  }
+  close();
+}
+
+std::shared_ptr<EngineImpl> EngineImpl::find(const Id128& id) {
+  std::lock_guard lock(registry().mutex);
+  auto it = registry().engines.find(id);
+  auto engine = it == registry().engines.end() ? nullptr : it->second.lock();
+  return engine && engine->usable() ? engine : nullptr;
+}
+
+Status EngineImpl::usable() const {
+  if (getpid() != pid_) return {Code::forked, "this engine belongs to the parent process; make one of your own"};
+  if (closed_.load(std::memory_order_acquire)) return {Code::closed, "the engine is closed"};
+  return {};
+}
+
+bool EngineImpl::allows(std::string_view transport) const {
+  return std::find(options_.transports.begin(), options_.transports.end(), transport) != options_.transports.end();
+}
+
+const std::vector<std::string>& EngineImpl::addresses() const {
+  std::lock_guard lock(mutex_);
+  return addresses_;
+}
+
+Result<std::string> EngineImpl::listen(const std::string& address) {
+  TM_TRY(usable());
+  TM_ASSIGN(auto bound, rpc_->listen(address));
+  std::lock_guard lock(mutex_);
+  addresses_.push_back(bound);
+  return bound;
+}
+
+void EngineImpl::handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn) {
+  rpc_->handle(method, rpc::RunOn::inline_io,
+               [this, fn = std::move(fn)](const rpc::SessionPtr& session, rpc::Message m, rpc::Responder r) {
+                 fn(*peer(session), std::move(m), std::move(r));
+               });
+}
+
+// ---- Regions
+
+Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions options) {
+  TM_TRY(usable());
+  bool shm = allows("shm");
+  return RegionPtr(regions_->add(std::move(place), std::move(options), [&](const RegionImpl& region) {
+    std::vector<AccessRecord> records;
+    if (shm && region.segment()) records.push_back(segment_record(region));
+    if (shm) records.push_back(process_vm_record(region));
+    return records;
+  }));
+}
+
+Result<RegionPtr> EngineImpl::register_memory(void* data, uint64_t nbytes, RegionOptions options) {
+  if (data == nullptr && nbytes != 0) return Status(Code::invalid_argument, "cannot register bytes at a null address");
+  if (reinterpret_cast<uintptr_t>(data) + nbytes < reinterpret_cast<uintptr_t>(data))
+    return Status(Code::invalid_argument, std::to_string(nbytes) + " bytes do not fit behind that address");
+  RegionTable::Place place{data, nbytes, nullptr, 0};
+  if (auto shared = SharedHeap::instance().find(data, nbytes)) {
+    place.segment = shared->segment;
+    place.segment_offset = shared->offset;
+  }
+  return add_region(std::move(place), std::move(options));
+}
+
+Result<RegionPtr> EngineImpl::register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset,
+                                               uint64_t nbytes, RegionOptions options) {
+  if (!segment) return Status(Code::invalid_argument, "no segment given");
+  if (offset > segment->size() || nbytes > segment->size() - offset)
+    return Status(Code::out_of_bounds, "bytes " + std::to_string(offset) + " + " + std::to_string(nbytes) +
+                                           " leave a segment of " + std::to_string(segment->size()) + " bytes");
+  TM_ASSIGN(auto mapping, segment->map(Protection::read_write));
+  struct Keep {
+    MappingPtr mapping;
+    std::shared_ptr<void> user;
+  };
+  options.keep = std::make_shared<Keep>(Keep{mapping, std::move(options.keep)});
+  return add_region({mapping->data + offset, nbytes, segment, offset}, std::move(options));
+}
+
+void EngineImpl::revoke_mapped(const RegionImplPtr& region) {
+  for (auto& peer : peers())
+    for (auto grant : peer->grants().mapped_on(*region))
+      peer->session()->call(kRevoke, ByteWriter().put(grant).take(), Deadline::never(),
+                            [peer, grant](Result<rpc::Message> answer) {
+                              // No answer: the session is over, and the peer may still write. See hold().
+                              if (answer) peer->grants().remove(grant);
+                            });
+}
+
+Status EngineImpl::deregister(const RegionPtr& region, Deadline deadline) {
+  TM_TRY(usable());
+  auto impl = std::dynamic_pointer_cast<RegionImpl>(region);
+  if (!impl || impl->engine() != id()) return {Code::invalid_argument, "that region belongs to another engine"};
+  regions_->remove(impl);  // not live: deregistered before, and perhaps still in quarantine
+  struct Drain {
+    Event done;
+    std::atomic<bool> deferred{false};
+  };
+  auto drain = std::make_shared<Drain>();
+  auto caller = pthread_self();
+  impl->usage().revoke([drain, impl, regions = regions_, callbacks = callbacks_, caller] {
+    auto keep = regions->forget(impl);
+    // The user's reference: dropped here if this is the user's thread, never on one for I/O.
+    if (keep && (drain->deferred || !pthread_equal(pthread_self(), caller)))
+      callbacks->post([keep = std::move(keep)] {});
+    drain->done.set();
+  });
+  if (drain->done.is_set()) return {};
+  drain->deferred = true;
+  revoke_mapped(impl);
+  if (drain->done.wait(deadline)) return {};
+  return {Code::busy, impl->name() + " of " + std::to_string(impl->nbytes()) + " bytes can still be touched by " +
+                          impl->usage().users() + "; it stays in quarantine until then"};
+}
+
+void EngineImpl::hold(std::vector<HeldGrant> grants, PeerImplPtr peer) {
+  if (grants.empty()) return;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& grant : grants) {
+      grant.owner_of_name = peer;
+      held_.push_back(std::move(grant));
+    }
+  }
+  check_held();
+}
+
+void EngineImpl::check_held() {
+  std::vector<HeldGrant> dead;
+  {
+    std::lock_guard lock(mutex_);
+    auto alive = [](const HeldGrant& grant) { return !grant.process.valid() || !process_is_dead(grant.process.get()); };
+    auto first_dead = std::stable_partition(held_.begin(), held_.end(), alive);
+    std::move(first_dead, held_.end(), std::back_inserter(dead));
+    held_.erase(first_dead, held_.end());
+    bool watchable = std::any_of(held_.begin(), held_.end(), [](auto& grant) { return grant.process.valid(); });
+    if (watchable && !watching_held_ && !closed_) {
+      watching_held_ = true;
+      rpc_->add_timer(Deadline::after_ms(50), [this] {
+        {
+          std::lock_guard relock(mutex_);
+          watching_held_ = false;
+        }
+        check_held();
+      });
+    }
+  }
+  for (auto& grant : dead) grant.region->usage().release(*grant.name);
+}
+
+// ---- Peers
+
+PeerImplPtr EngineImpl::peer(const rpc::SessionPtr& session) {
+  PeerImplPtr made;
+  {
+    std::lock_guard lock(mutex_);
+    if (auto state = session->state(rpc::Session::kTransferSlot)) return std::static_pointer_cast<PeerImpl>(state);
+    made = std::make_shared<PeerImpl>(*this, session);
+    session->set_state(rpc::Session::kTransferSlot, made);
+  }
+  std::weak_ptr<PeerImpl> weak = made;
+  session->on_lane_close([weak](rpc::Lane& lane, const Status&) {
+    if (auto peer = weak.lock())
+      if (auto* streams = peer->endpoint<StreamEndpoint>()) streams->lane_closed(lane);
+  });
+  session->on_close([weak](const Status& why) {
+    if (auto peer = weak.lock()) peer->session_over(why);
+  });
+  return made;
+}
+
+std::vector<PeerImplPtr> EngineImpl::peers() const {
+  std::vector<PeerImplPtr> out;
+  for (auto& session : rpc_->sessions())
+    if (auto state = session->state(rpc::Session::kTransferSlot))
+      out.push_back(std::static_pointer_cast<PeerImpl>(state));
+  return out;
+}
+
+Result<PeerPtr> EngineImpl::connect(const std::string& address, Deadline deadline) {
+  TM_TRY(usable());
+  TM_ASSIGN(auto session, rpc_->connect(address, deadline));
+  auto made = peer(session);
+  TM_TRY(made->ensure_features(deadline));
+  return PeerPtr(made);
+}
+
+std::string EngineImpl::transport_for(const PeerPtr& peer) const {
+  return static_cast<const PeerImpl&>(*peer).best_transport();
+}
+
+std::unique_ptr<rpc::BulkReceive> EngineImpl::begin(rpc::Lane& lane, std::string_view body, uint64_t payload_bytes) {
+  auto from = peer(lane.session().shared_from_this());
+  auto* streams = from->endpoint<StreamEndpoint>();
+  return streams ? streams->begin(body, payload_bytes, lane.is_unix()) : nullptr;
+}
+
+// ---- Ops
+
+Status EngineImpl::check(Direction direction, const std::vector<Slice>& slices) const {
+  auto outside = [](uint64_t offset, uint64_t nbytes, uint64_t size) {
+    return offset > size || nbytes > size - offset;
+  };
+  Peer* peer = nullptr;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    auto& s = slices[i];
+    auto bad = [&](Code code, const std::string& what) {
+      return Status(code, "slice " + std::to_string(i) + ": " + what);
+    };
+    if (!s.local || !s.remote) return bad(Code::invalid_argument, "no region given");
+    auto& local = static_cast<RegionImpl&>(*s.local);
+    auto& remote = static_cast<RemoteRegionImpl&>(*s.remote);
+    if (local.engine() != id()) return bad(Code::invalid_argument, "the local region belongs to another engine");
+    if (peer == nullptr) peer = remote.peer().get();
+    if (peer != remote.peer().get()) return bad(Code::invalid_argument, "an op has one peer, this is a second one");
+    if (outside(s.local_offset, s.nbytes, local.nbytes()))
+      return bad(Code::out_of_bounds, "bytes " + std::to_string(s.local_offset) + " + " + std::to_string(s.nbytes) +
+                                          " leave the local " + local.name() + " of " + std::to_string(local.nbytes()) +
+                                          " bytes");
+    if (outside(s.remote_offset, s.nbytes, remote.nbytes()))
+      return bad(Code::out_of_bounds, "bytes " + std::to_string(s.remote_offset) + " + " + std::to_string(s.nbytes) +
+                                          " leave the remote " + remote.name() + " of " +
+                                          std::to_string(remote.nbytes()) + " bytes");
+    if (remote.path(direction).endpoint == nullptr)
+      return bad(Code::invalid_argument,
+                 remote.name() + " is not " + (direction == Direction::read ? "readable" : "writable") + " by peers");
+  }
+  if (peer && &static_cast<PeerImpl*>(peer)->engine() != this)
+    return {Code::invalid_argument, "the remote regions were opened by another engine"};
+  return {};
+}
+
+Result<OpPtr> EngineImpl::submit(Direction direction, std::vector<Slice> slices, OpOptions options) {
+  TM_TRY(usable());
+  if (options.notify.size() > kMaxNotifyBytes)
+    return Status(Code::invalid_argument,
+                  "a notification holds at most 64 KiB, not " + std::to_string(options.notify.size()) + " bytes");
+  TM_TRY(check(direction, slices));
+  auto peer = slices.empty() ? options.peer : slices.front().remote->peer();
+  if (!peer) {
+    if (!options.notify.empty())
+      return Status(Code::invalid_argument, "an empty list with a notification needs OpOptions::peer");
+    return OpPtr(std::make_shared<NothingOp>(std::move(options), *callbacks_));
+  }
+  auto impl = std::static_pointer_cast<PeerImpl>(peer);
+  if (!impl->alive()) return impl->session()->status().with(impl->name());
+  auto op = std::make_shared<OpImpl>(std::move(impl), direction, std::move(slices), std::move(options));
+  TM_TRY(op->start());
+  return OpPtr(op);
+}
+
+Result<OpPtr> EngineImpl::write(std::vector<Slice> slices, OpOptions options) {
+  return submit(Direction::write, std::move(slices), std::move(options));
+}
+
+Result<OpPtr> EngineImpl::read(std::vector<Slice> slices, OpOptions options) {
+  return submit(Direction::read, std::move(slices), std::move(options));
+}
+
+Result<Notification> EngineImpl::next_notification(Deadline deadline) {
+  if (getpid() != pid_) return usable();
+  return notes_->pop(deadline);
+}
+
+// ---- Counters, end
+
+void EngineImpl::count_op(bool failed) {
+  ops_.fetch_add(1, std::memory_order_relaxed);
+  if (failed) ops_failed_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void EngineImpl::count_bytes(std::string_view transport, uint64_t sent, uint64_t received) {
+  for (size_t i = 0; i < kTransports.size(); ++i) {
+    if (transport != kTransports[i]) continue;
+    if (sent) sent_[i].fetch_add(sent, std::memory_order_relaxed);
+    if (received) received_[i].fetch_add(received, std::memory_order_relaxed);
+  }
+}
+
+EngineStats EngineImpl::stats() const {
+  EngineStats out;
+  out.ops = ops_;
+  out.ops_failed = ops_failed_;
+  out.resent_slices = resent_;
+  out.notifications = notes_->count();
+  for (size_t i = 0; i < kTransports.size(); ++i) {
+    if (auto n = sent_[i].load()) out.bytes_sent[kTransports[i]] = n;
+    if (auto n = received_[i].load()) out.bytes_received[kTransports[i]] = n;
+  }
+  out.regions = regions_->live_count();
+  out.quarantined_regions = regions_->quarantined_count();
+  if (usable()) out.sessions = rpc_->sessions().size();
+  return out;
+}
+
+void EngineImpl::close() {
+  if (getpid() != pid_ || closed_.exchange(true)) return;
+  const Status why(Code::closed, "the engine was closed");
+  auto everybody = peers();
+  for (auto& peer : everybody) peer->stop_ops(why);
+  mover_.stop();  // copies stop at their next step
+  auto soon = Deadline::after_ms(1000);
+  for (auto& peer : everybody) peer->release_all(soon);
+  auto regions = regions_->live();
+  for (auto& region : regions) {
+    regions_->remove(region);
+    region->usage().revoke(
+        [region, table = regions_, callbacks = callbacks_] { callbacks->post([keep = table->forget(region)] {}); });
+    if (region->usage().in_use()) revoke_mapped(region);
+  }
+  // Peers that map our segments answer within this time, or what they can write is never given back.
+  auto mapped = [&](const RegionImplPtr& region) {
+    return std::any_of(everybody.begin(), everybody.end(),
+                       [&](auto& peer) { return !peer->grants().mapped_on(*region).empty(); });
+  };
+  while (!soon.expired() && std::any_of(regions.begin(), regions.end(), mapped)) usleep(200);
+  rpc_->close();
+  repair_.stop();
+  notes_->close();
+  for (auto& region : regions_->quarantined()) {
+    log::warning("transfer", region->name() + " can still be written by " + region->usage().users() +
+                                 " after close: its memory stays allocated until this process ends");
+    new std::shared_ptr<void>(regions_->forget(region));
+  }
+  callbacks_->stop();
+  std::lock_guard lock(registry().mutex);
+  registry().engines.erase(id());
+}
+
+}  // namespace torch_mooncake::transfer
+
+namespace torch_mooncake {
+
+Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
+  TM_ASSIGN(auto engine, transfer::EngineImpl::make(std::move(options)));
+  return std::shared_ptr<Engine>(engine);
+}
+
+}  // namespace torch_mooncake

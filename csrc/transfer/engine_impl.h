@@ -1,0 +1,94 @@
+// EngineImpl: regions, peers and threads of one engine. See engine.h for the promises.
+//
+// Threads it owns: those of the rpc endpoint; `mover` (long copies), `callbacks` (user code, last references), `repair`
+// (reopens lanes). The three are made on first use.
+#pragma once
+
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+
+#include "transfer/notification_queue.h"
+#include "transfer/peer.h"
+#include "transfer/region_table.h"
+#include "transfer/worker.h"
+
+namespace torch_mooncake::transfer {
+
+class EngineImpl final : public Engine, public rpc::BulkHandler {
+ public:
+  static Result<std::shared_ptr<EngineImpl>> make(EngineOptions options);
+  ~EngineImpl() override;
+
+  const std::vector<std::string>& addresses() const override;
+  const Id128& id() const override { return rpc_->self().engine; }
+  Result<RegionPtr> register_memory(void* data, uint64_t nbytes, RegionOptions options) override;
+  Result<RegionPtr> register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset, uint64_t nbytes,
+                                     RegionOptions options) override;
+  Status deregister(const RegionPtr& region, Deadline deadline) override;
+  Result<PeerPtr> connect(const std::string& address, Deadline deadline) override;
+  PeerPtr peer_of(const rpc::SessionPtr& session) override { return peer(session); }
+  std::string transport_for(const PeerPtr& peer) const override;
+  Result<OpPtr> write(std::vector<Slice> slices, OpOptions options) override;
+  Result<OpPtr> read(std::vector<Slice> slices, OpOptions options) override;
+  Result<Notification> next_notification(Deadline deadline) override;
+  void on_notification(std::function<void(Notification)> fn) override { notes_->set_handler(std::move(fn)); }
+  rpc::Endpoint& rpc() override { return *rpc_; }
+  Result<std::string> listen(const std::string& address) override;
+  EngineStats stats() const override;
+  void close() override;
+
+  // rpc::BulkHandler
+  std::unique_ptr<rpc::BulkReceive> begin(rpc::Lane& lane, std::string_view body, uint64_t payload_bytes) override;
+
+  // --- For peers and transports.
+  const EngineOptions& options() const { return options_; }
+  bool allows(std::string_view transport) const;
+  RegionTable& regions() { return *regions_; }
+  const std::shared_ptr<NotificationQueue>& notes() const { return notes_; }
+  const std::shared_ptr<Worker>& callbacks() const { return callbacks_; }
+  Worker& mover() { return mover_; }
+  Worker& repair() { return repair_; }
+  PeerImplPtr peer(const rpc::SessionPtr& session);  // the session's peer, made if need be
+  // Registers a method whose handler wants the peer.
+  void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
+  // Mapped grants whose session is over: kept until their process is seen dead.
+  void hold(std::vector<HeldGrant> grants, PeerImplPtr peer);
+  void count_op(bool failed);
+  void count_bytes(std::string_view transport, uint64_t sent, uint64_t received);
+  void count_resent(uint64_t slices) { resent_ += slices; }
+  Status usable() const;  // closed or forked
+  // The live engine of that id in this process.
+  static std::shared_ptr<EngineImpl> find(const Id128& id);
+
+ private:
+  EngineImpl(EngineOptions options, std::unique_ptr<rpc::Endpoint> rpc);
+  void attach();
+  Result<RegionPtr> add_region(RegionTable::Place place, RegionOptions options);
+  Result<OpPtr> submit(Direction direction, std::vector<Slice> slices, OpOptions options);
+  Status check(Direction direction, const std::vector<Slice>& slices) const;
+  void revoke_mapped(const RegionImplPtr& region);
+  void check_held();
+  std::vector<PeerImplPtr> peers() const;
+
+  const EngineOptions options_;
+  const pid_t pid_ = getpid();
+  std::shared_ptr<Worker> callbacks_;
+  std::shared_ptr<NotificationQueue> notes_;
+  std::unique_ptr<rpc::Endpoint> rpc_;
+  std::shared_ptr<RegionTable> regions_;  // shared with drains that may outlive us
+  Worker mover_{"tm-mover"}, repair_{"tm-repair"};
+
+  mutable std::mutex mutex_;
+  std::vector<std::string> addresses_;
+  std::vector<HeldGrant> held_;
+  bool watching_held_ = false;
+  static constexpr std::array kTransports = {"local", "shm", "process_vm", "unix", "tcp"};
+  std::array<std::atomic<uint64_t>, kTransports.size()> sent_{}, received_{};
+  std::atomic<uint64_t> ops_{0}, ops_failed_{0}, resent_{0};
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace torch_mooncake::transfer

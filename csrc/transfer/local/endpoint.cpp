@@ -1,0 +1,46 @@
+#include "transfer/local/endpoint.h"
+
+#include "transfer/engine_impl.h"
+#include "transfer/local/lane.h"
+#include "transfer/local/memory.h"
+#include "transfer/slices.h"
+
+namespace torch_mooncake::transfer {
+
+const Capabilities& LocalEndpoint::capabilities() const {
+  static constexpr Capabilities can{.option = "local",
+                                    .same_process = true,
+                                    .same_host = true,
+                                    .read = true,
+                                    .write = true,
+                                    .target_idle = true,
+                                    .owner_revokes = true,
+                                    .carries_notify = false};
+  return can;
+}
+
+bool LocalEndpoint::available() const {
+  auto owner = EngineImpl::find(peer_.identity().engine);
+  return owner && owner->allows("local");
+}
+
+Result<RemoteMemoryPtr> LocalEndpoint::open(const OpenedRegion& opened, Direction, Deadline) {
+  auto owner = EngineImpl::find(opened.descriptor.engine);
+  if (!owner || !owner->allows("local")) return RemoteMemoryPtr();
+  auto region = owner->regions().find(opened.descriptor.region, opened.descriptor.generation);
+  if (!region) return Status(Code::key_not_found, "the remote region is not registered any more");
+  return RemoteMemoryPtr(std::make_shared<LocalMemory>(std::move(region)));
+}
+
+void LocalEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
+  auto direction = op->direction();
+  std::vector<RegionImplPtr> targets;
+  auto pieces = copy_pieces_of(slices, direction, [&](const RemoteRegionImpl& remote) {
+    return static_cast<LocalMemory&>(*remote.path(direction).memory).region->data();
+  });
+  for (auto* remote : remotes_of(slices))
+    targets.push_back(static_cast<LocalMemory&>(*remote->path(direction).memory).region);
+  std::make_shared<LocalCopy>(op, std::move(pieces), std::move(targets))->run();
+}
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,97 @@
+// OpImpl: one batch of reads or writes with one outcome. Counts its parts, keeps their memory, ends once.
+//
+// States: pending -> done | failed | timeout | cancelled. The end comes when every part has said part_done(), which
+// means that nothing touches the op's memory any more. stop() asks the parts for that; they comply within grace_ns().
+// Regions, `keep` and `on_end` are dropped on the caller's thread if the op ended inside write() or read(), otherwise
+// on the engine's callback thread: never on an I/O thread.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <span>
+
+#include "transfer/transport.h"
+#include "transfer/worker.h"
+
+namespace torch_mooncake::transfer {
+
+class PeerImpl;
+class EngineImpl;
+
+// A flag that can be waited for: spins at most 50 µs, then sleeps in the kernel.
+class Event {
+ public:
+  void set();
+  bool is_set() const { return word_.load(std::memory_order_acquire) == kSet; }
+  bool wait(Deadline deadline);  // false: the deadline passed first
+
+ private:
+  static constexpr uint32_t kClear = 0, kWaiting = 1, kSet = 2;
+  std::atomic<uint32_t> word_{kClear};
+};
+
+class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
+ public:
+  OpImpl(std::shared_ptr<PeerImpl> peer, Direction direction, std::vector<Slice> slices, OpOptions options);
+  ~OpImpl() override;
+
+  OpState state() const override;
+  Status status() const override;
+  Status wait(Deadline deadline) override;
+  void cancel() override;
+  uint64_t nbytes() const override { return nbytes_; }
+  uint64_t bytes_done() const override { return bytes_done_.load(std::memory_order_relaxed); }
+  bool remote_quiescent() const override { return remote_quiescent_.load(std::memory_order_acquire); }
+  std::string transport() const override;
+
+  // Takes leave to touch the local regions, groups the slices by path and submits them. Called once, by the engine.
+  Status start();
+
+  // --- For transports.
+  void add(PartPtr part);
+  void part_done(const PartPtr& part, const Status& status);
+  void stop(const Status& why);  // why: deadline_exceeded, cancelled, closed, or a part's failure
+  bool stopping() const { return stopping_.load(std::memory_order_acquire); }
+  Status stop_reason() const;
+  Direction direction() const { return direction_; }
+  Deadline deadline() const { return options_.deadline; }
+  int64_t grace_ns() const { return grace_ns_; }  // how long after the deadline the op may end
+  PeerImpl& peer() const { return *peer_; }
+  const std::shared_ptr<PeerImpl>& peer_ptr() const { return peer_; }
+  void add_bytes_done(uint64_t nbytes) { bytes_done_.fetch_add(nbytes, std::memory_order_relaxed); }
+  void set_remote_quiescent(bool yes) { remote_quiescent_.store(yes, std::memory_order_release); }
+  // The notification, for a transport that will deliver it behind its data. Empty if there is none, or if other parts
+  // have data too (the op then sends it when all have ended).
+  std::string take_notify();
+
+ private:
+  void finish_parts();
+  void end(const Status& status);
+  std::string describe() const;
+
+  const std::shared_ptr<PeerImpl> peer_;
+  const Direction direction_;
+  std::vector<Slice> slices_;
+  OpOptions options_;
+  uint64_t nbytes_ = 0;
+  int64_t grace_ns_ = 0;
+  std::string transport_;
+  bool one_group_ = true;
+  std::vector<RegionImpl*> used_;  // local regions in use, each once
+  const uint64_t starter_;         // thread that called write() or read()
+
+  mutable std::mutex mutex_;
+  std::vector<PartPtr> parts_;
+  int parts_left_ = 1;  // one for start() itself
+  Status failure_;      // first failure or reason to stop
+  bool notifying_ = false, ending_ = false;
+  uint64_t timer_ = 0;
+
+  std::atomic<bool> stopping_{false}, remote_quiescent_{false};
+  std::atomic<uint64_t> bytes_done_{0};
+  std::atomic<OpState> state_{OpState::pending};
+  Event ended_;
+};
+using OpImplPtr = std::shared_ptr<OpImpl>;
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,277 @@
+#include "transfer/peer.h"
+
+#include "transfer/engine_impl.h"
+#include "transfer/local/endpoint.h"
+#include "transfer/process_vm/endpoint.h"
+#include "transfer/shm/endpoint.h"
+#include "transfer/tcp/endpoint.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer {
+
+PeerImpl::PeerImpl(EngineImpl& engine, rpc::SessionPtr session)
+    : engine_(engine),
+      engine_weak_(engine.weak_from_this()),
+      session_(std::move(session)),
+      name_(identity().name + " (pid " + std::to_string(identity().pid) + ")"),
+      grants_(name_) {
+  for (auto& option : engine.options().transports) {
+    if (option == "local") endpoints_.push_back(std::make_unique<LocalEndpoint>(*this));
+    if (option == "shm") {
+      endpoints_.push_back(std::make_unique<SegmentEndpoint>(*this));
+      endpoints_.push_back(std::make_unique<ProcessVmEndpoint>(*this));
+    }
+    if (option == "tcp") endpoints_.push_back(std::make_unique<StreamEndpoint>(*this));
+  }
+}
+
+PeerImpl::~PeerImpl() = default;
+
+std::shared_ptr<EngineImpl> PeerImpl::lock_engine() const {
+  return std::static_pointer_cast<EngineImpl>(engine_weak_.lock());
+}
+
+// ---- Features
+
+bool PeerImpl::we_read_peer_vm() const {
+  int known = we_read_peer_vm_.load(std::memory_order_relaxed);
+  if (known < 0 && same_host()) {
+    known = engine_.allows("shm") && can_read_process(session_->peer_pid(), identity());
+    we_read_peer_vm_.store(known, std::memory_order_relaxed);
+  }
+  return known > 0;
+}
+
+// hello: u8 shm allowed, u8 tcp allowed, u8 "I can read your memory by process_vm_readv".
+std::string PeerImpl::hello() const {
+  ByteWriter out;
+  out.put(static_cast<uint8_t>(engine_.allows("shm"))).put(static_cast<uint8_t>(engine_.allows("tcp")));
+  out.put(static_cast<uint8_t>(we_read_peer_vm()));
+  return out.take();
+}
+
+void PeerImpl::learn(std::string_view hello) {
+  ByteReader in(hello);
+  PeerFeatures f;
+  f.shm = in.get<uint8_t>() != 0;
+  f.tcp = in.get<uint8_t>() != 0;
+  f.peer_reads_our_vm = in.get<uint8_t>() != 0;
+  f.known = in.ok();
+  std::lock_guard lock(mutex_);
+  features_ = f;
+}
+
+PeerFeatures PeerImpl::features() const {
+  std::lock_guard lock(mutex_);
+  return features_;
+}
+
+Status PeerImpl::ensure_features(Deadline deadline) {
+  if (features().known) return {};
+  TM_ASSIGN(auto answer, session_->call_sync(kHello, hello(), deadline));
+  learn(answer.body);
+  if (!features().known) return {Code::corrupt, name_ + " answered hello with bytes we cannot read"};
+  return {};
+}
+
+void PeerImpl::on_hello(rpc::Message request, rpc::Responder responder) {
+  learn(request.body);
+  responder.ok(hello());
+}
+
+std::string PeerImpl::best_transport() const {
+  for (auto& endpoint : endpoints_)
+    if (endpoint->available()) return endpoint->name();
+  return "";
+}
+
+// ---- Remote regions
+
+Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline) {
+  auto engine = lock_engine();
+  if (!engine) return Status(Code::closed, "the engine is gone");
+  TM_TRY(engine->usable());
+  TM_ASSIGN(auto descriptor, Descriptor::decode(bytes));
+  if (descriptor.engine != identity().engine)
+    return Status(Code::invalid_argument, "that descriptor was made by another engine than " + name_);
+  {
+    std::lock_guard lock(mutex_);
+    auto it = by_generation_.find(descriptor.generation);
+    if (it != by_generation_.end())
+      if (auto known = it->second.lock()) return RemoteRegionPtr(known);
+  }
+  if (!alive()) return session_->status().with(name_);
+  TM_TRY(ensure_features(deadline));
+  // open: the descriptor's region and generation. Answer: u32 grant, u64 nbytes, u8 readable, u8 writable.
+  ByteWriter request;
+  request.put(descriptor.region).put(descriptor.generation).put(std::string_view(descriptor.label));
+  TM_ASSIGN(auto answer, session_->call_sync(kOpen, request.take(), deadline));
+  ByteReader in(answer.body);
+  OpenedRegion opened{std::move(descriptor), in.get<uint32_t>()};
+  opened.descriptor.nbytes = in.get<uint64_t>();
+  opened.descriptor.readable = in.get<uint8_t>() != 0;
+  opened.descriptor.writable = in.get<uint8_t>() != 0;
+  if (!in.done()) return Status(Code::corrupt, name_ + " answered open with bytes we cannot read");
+  TM_ASSIGN(auto remote, make_remote(std::move(opened), deadline));
+  std::lock_guard lock(mutex_);
+  by_generation_[remote->descriptor().generation] = remote;
+  by_grant_[remote->grant()] = remote;
+  return RemoteRegionPtr(remote);
+}
+
+Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion opened, Deadline deadline) {
+  auto path = [&](Direction direction, bool allowed) -> Result<RemoteRegionImpl::Path> {
+    if (!allowed) return RemoteRegionImpl::Path{};
+    for (auto& endpoint : endpoints_) {
+      TM_ASSIGN(auto memory, endpoint->open(opened, direction, deadline));
+      if (memory) return RemoteRegionImpl::Path{endpoint.get(), std::move(memory)};
+    }
+    return Status(Code::unsupported, "no allowed transport reaches memory of " + name_ +
+                                         (same_host() ? " (same host)" : " (another host)"));
+  };
+  auto self = shared_from_this();
+  auto read = path(Direction::read, opened.descriptor.readable);
+  auto write = read ? path(Direction::write, opened.descriptor.writable) : read.status();
+  if (!write) {
+    (void)session_->post(kCloseGrant, ByteWriter().put(opened.grant).take());
+    return write.status();
+  }
+  return std::make_shared<RemoteRegionImpl>(self, std::move(opened), std::move(*read), std::move(*write));
+}
+
+void PeerImpl::on_open(rpc::Message request, rpc::Responder responder) {
+  ByteReader in(request.body);
+  auto id = in.get<uint64_t>();
+  auto generation = in.get<uint64_t>();
+  auto label = in.get_string();
+  if (!in.done()) return responder.fail({Code::invalid_argument, "malformed open"});
+  auto region = engine_.regions().find(id, generation);
+  if (!region) {
+    std::string name = "region " + std::to_string(id) + (label.empty() ? "" : " '" + label + "'");
+    return responder.fail({Code::key_not_found, name + " is not registered any more"});
+  }
+  ByteWriter out;
+  out.put(grants_.add(region)).put(region->nbytes());
+  out.put(static_cast<uint8_t>(region->readable())).put(static_cast<uint8_t>(region->writable()));
+  responder.ok(out.take());
+}
+
+// The owner wants its memory back: answered when no copy of ours is inside it.
+void PeerImpl::on_revoke(rpc::Message request, rpc::Responder responder) {
+  auto grant = ByteReader(request.body).get<uint32_t>();
+  std::shared_ptr<RemoteRegionImpl> remote;
+  {
+    std::lock_guard lock(mutex_);
+    auto it = by_grant_.find(grant);
+    if (it != by_grant_.end()) remote = it->second.lock();
+  }
+  if (!remote) return responder.ok();
+  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+  remote->usage().revoke([shared] { shared->ok(); });
+  engine_.callbacks()->post([remote] {});  // perhaps the last reference
+}
+
+void PeerImpl::forget_remote(const OpenedRegion& region) {
+  uint32_t grant = region.grant;
+  {
+    std::lock_guard lock(mutex_);
+    by_grant_.erase(grant);
+    auto it = by_generation_.find(region.descriptor.generation);
+    if (it != by_generation_.end() && it->second.expired()) by_generation_.erase(it);  // or opened again already
+  }
+  if (alive()) (void)session_->post(kCloseGrant, ByteWriter().put(grant).take());
+}
+
+// ---- Notifications
+
+void PeerImpl::notify(const std::string& data, std::function<void(const Status&)> done) {
+  if (endpoint<LocalEndpoint>()) {
+    if (auto owner = EngineImpl::find(identity().engine); owner && owner->allows("local")) {
+      owner->notes()->push({engine_.id(), engine_.rpc().self().name, data});
+      engine_.callbacks()->post([owner] {});  // perhaps the last reference
+      return done({});
+    }
+  }
+  session_->call(kNotify, data, Deadline::never(),
+                 [done = std::move(done)](Result<rpc::Message> answer) { done(answer.status()); });
+}
+
+// ---- The end
+
+void PeerImpl::track(OpImpl* op, bool live) {
+  std::lock_guard lock(mutex_);
+  if (live)
+    ops_[op] = op->weak_from_this();
+  else
+    ops_.erase(op);
+}
+
+void PeerImpl::stop_ops(const Status& why) {
+  std::vector<OpImplPtr> ops;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [raw, weak] : ops_)
+      if (auto op = weak.lock()) ops.push_back(std::move(op));
+  }
+  for (auto& op : ops) op->stop(why);
+}
+
+void PeerImpl::release_all(Deadline deadline) {
+  std::vector<std::shared_ptr<RemoteRegionImpl>> mapped;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [grant, weak] : by_grant_)
+      if (auto remote = weak.lock(); remote && remote->mapped()) mapped.push_back(std::move(remote));
+  }
+  if (mapped.empty() || !alive()) return;
+  auto left = std::make_shared<std::atomic<size_t>>(mapped.size());
+  auto idle = std::make_shared<Event>();
+  for (auto& remote : mapped)
+    remote->usage().revoke([left, idle] {
+      if (left->fetch_sub(1) == 1) idle->set();
+    });
+  // A copy that is stuck keeps its grant: the owner then waits for our death.
+  if (idle->wait(deadline)) (void)session_->call_sync(kReleaseAll, {}, deadline);
+}
+
+void PeerImpl::close() {
+  auto engine = lock_engine();
+  if (!engine || !engine->usable()) return;
+  const Status why(Code::closed, "the peer was closed by its owner");
+  stop_ops(why);
+  release_all(Deadline::after_ms(500));
+  session_->close(why);
+}
+
+void PeerImpl::session_over(const Status& why) {
+  for (auto& endpoint : endpoints_) endpoint->session_over(why);
+  stop_ops(why);
+  auto self = shared_from_this();
+  engine_.hold(grants_.take_held(), self);
+  session_->set_state(rpc::Session::kTransferSlot, nullptr);
+}
+
+// ---- RemoteRegionImpl
+
+RemoteRegionImpl::RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Path read, Path write)
+    : peer_(std::move(peer)), opened_(std::move(opened)), read_(std::move(read)), write_(std::move(write)) {}
+
+RemoteRegionImpl::~RemoteRegionImpl() { static_cast<PeerImpl&>(*peer_).forget_remote(opened_); }
+
+std::string RemoteRegionImpl::transport() const {
+  auto* endpoint = read_.endpoint ? read_.endpoint : write_.endpoint;
+  return endpoint ? endpoint->name() : "";
+}
+
+std::shared_ptr<const std::byte> RemoteRegionImpl::mapped() const {
+  if (read_.memory) return read_.memory->mapped();
+  return write_.memory ? write_.memory->mapped() : nullptr;
+}
+
+std::string RemoteRegionImpl::name() const {
+  std::string out = "region " + std::to_string(opened_.descriptor.region);
+  if (!opened_.descriptor.label.empty()) out += " '" + opened_.descriptor.label + "'";
+  return out;
+}
+
+}  // namespace torch_mooncake::transfer

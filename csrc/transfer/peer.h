@@ -1,0 +1,119 @@
+// PeerImpl: one session seen by the transfer engine, and what the two sides have given each other.
+//
+// Grants are leaves that *we* gave: index -> region. Remote regions are what the peer gave us. Indices are never used
+// twice in a session. Lives as long as its session or its last user.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "transfer/grant.h"
+#include "transfer/op.h"
+#include "transfer/transport.h"
+#include "transfer/usage.h"
+
+namespace torch_mooncake::transfer {
+
+class EngineImpl;
+class RemoteRegionImpl;
+
+// Which side may do what, exchanged once after the handshake.
+struct PeerFeatures {
+  bool known = false;
+  bool shm = false, tcp = false;   // the peer allows them
+  bool peer_reads_our_vm = false;  // process_vm_readv, probed by the peer
+};
+
+class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl> {
+ public:
+  PeerImpl(EngineImpl& engine, rpc::SessionPtr session);
+  ~PeerImpl() override;
+
+  const rpc::Identity& identity() const override { return session_->peer(); }
+  const rpc::SessionPtr& session() const override { return session_; }
+  bool alive() const override { return session_->alive(); }
+  bool same_host() const override { return session_->same_host(); }
+  Result<RemoteRegionPtr> open(std::string_view descriptor, Deadline deadline) override;
+  void close() override;
+
+  // --- For the engine and the transports.
+  EngineImpl& engine() const { return engine_; }  // valid on I/O threads, and while the engine's caller holds it
+  std::shared_ptr<EngineImpl> lock_engine() const;
+  const std::string& name() const { return name_; }  // "name (pid 42)": who is blamed
+  Status ensure_features(Deadline deadline);         // asks the peer unless it has told us already
+  PeerFeatures features() const;
+  bool we_read_peer_vm() const;  // probed once, when a Unix lane has proven the same host
+  GrantTable& grants() { return grants_; }
+  // The endpoint of type T, null if its transport is not allowed.
+  template <typename T>
+  T* endpoint() const {
+    for (auto& e : endpoints_)
+      if (auto* found = dynamic_cast<T*>(e.get())) return found;
+    return nullptr;
+  }
+  std::string best_transport() const;  // for memory that is in no segment
+  // Sends an op's notification and calls done with the answer.
+  void notify(const std::string& data, std::function<void(const Status&)> done);
+  void forget_remote(const OpenedRegion& region);  // a RemoteRegion is gone: tell the owner
+  void track(OpImpl* op, bool live);
+
+  void on_hello(rpc::Message request, rpc::Responder responder);
+  void on_open(rpc::Message request, rpc::Responder responder);
+  void on_revoke(rpc::Message request, rpc::Responder responder);
+  void session_over(const Status& why);
+  void stop_ops(const Status& why);
+  // Tells the owner that no map of its segments is written or read by us any more. Before an orderly end.
+  void release_all(Deadline deadline);
+
+ private:
+  std::string hello() const;
+  void learn(std::string_view hello);
+  Result<std::shared_ptr<RemoteRegionImpl>> make_remote(OpenedRegion opened, Deadline deadline);
+
+  EngineImpl& engine_;
+  const std::weak_ptr<Engine> engine_weak_;
+  const rpc::SessionPtr session_;
+  const std::string name_;
+  mutable std::atomic<int> we_read_peer_vm_{-1};               // -1: not probed yet
+  std::vector<std::unique_ptr<TransportEndpoint>> endpoints_;  // in order of preference
+  GrantTable grants_;
+
+  mutable std::mutex mutex_;
+  PeerFeatures features_;
+  std::unordered_map<uint64_t, std::weak_ptr<RemoteRegionImpl>> by_generation_;  // generations never repeat
+  std::unordered_map<uint32_t, std::weak_ptr<RemoteRegionImpl>> by_grant_;
+  std::unordered_map<OpImpl*, std::weak_ptr<OpImpl>> ops_;
+  bool over_ = false;
+};
+using PeerImplPtr = std::shared_ptr<PeerImpl>;
+
+class RemoteRegionImpl final : public RemoteRegion {
+ public:
+  struct Path {
+    TransportEndpoint* endpoint = nullptr;
+    RemoteMemoryPtr memory;
+  };
+  RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Path read, Path write);
+  ~RemoteRegionImpl() override;
+  uint64_t nbytes() const override { return opened_.descriptor.nbytes; }
+  const std::shared_ptr<Peer>& peer() const override { return peer_; }
+  std::string transport() const override;
+  std::shared_ptr<const std::byte> mapped() const override;
+
+  const Descriptor& descriptor() const { return opened_.descriptor; }
+  uint32_t grant() const { return opened_.grant; }
+  const Path& path(Direction d) const { return d == Direction::read ? read_ : write_; }
+  // Users of the owner's bytes in this process. Revoked when the owner calls the grant back.
+  Usage& usage() { return usage_; }
+  std::string name() const;
+
+ private:
+  const std::shared_ptr<Peer> peer_;
+  const OpenedRegion opened_;
+  const Path read_, write_;
+  Usage usage_;
+};
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,123 @@
+#include "transfer/process_vm/endpoint.h"
+
+#include "transfer/engine_impl.h"
+#include "transfer/process_vm/lane.h"
+#include "transfer/process_vm/pull.h"
+#include "transfer/slices.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer {
+
+void ProcessVmEndpoint::attach(EngineImpl& engine) {
+  auto forward = [](auto member) {
+    return [member](PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
+      auto* endpoint = peer.endpoint<ProcessVmEndpoint>();
+      if (endpoint == nullptr) return responder.fail({Code::unsupported, "shm is not allowed at this engine"});
+      (endpoint->*member)(std::move(request), std::move(responder));
+    };
+  };
+  engine.handle(kPull, forward(&ProcessVmEndpoint::on_pull));
+  engine.handle(kPullCancel, forward(&ProcessVmEndpoint::on_pull_cancel));
+}
+
+const Capabilities& ProcessVmEndpoint::capabilities() const {
+  static constexpr Capabilities can{.option = "shm",
+                                    .same_process = false,
+                                    .same_host = true,
+                                    .read = true,
+                                    .write = true,
+                                    .target_idle = false,
+                                    .owner_revokes = true,
+                                    .carries_notify = true};
+  return can;
+}
+
+bool ProcessVmEndpoint::available() const {
+  auto features = peer_.features();
+  return peer_.same_host() && features.shm && peer_.we_read_peer_vm() && features.peer_reads_our_vm;
+}
+
+Result<RemoteMemoryPtr> ProcessVmEndpoint::open(const OpenedRegion& opened, Direction direction, Deadline) {
+  auto* record = opened.descriptor.find(AccessKind::process_vm);
+  bool can = direction == Direction::read ? peer_.we_read_peer_vm() : peer_.features().peer_reads_our_vm;
+  if (record == nullptr || !peer_.same_host() || !peer_.features().shm || !can) return RemoteMemoryPtr();
+  TM_ASSIGN(auto memory, parse_process_vm_record(*record, opened.descriptor.generation));
+  return RemoteMemoryPtr(memory);
+}
+
+void ProcessVmEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
+  if (op->direction() == Direction::write) return submit_pull(op, slices);
+  auto pieces = copy_pieces_of(slices, Direction::read, [](const RemoteRegionImpl& remote) {
+    return static_cast<ProcessVmMemory&>(*remote.path(Direction::read).memory).address;
+  });
+  std::make_shared<VmReadPart>(op, std::move(pieces), remotes_of(slices))->run();
+}
+
+void ProcessVmEndpoint::submit_pull(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
+  bool whole = slices.size() <= kMaxPieces;
+  do {
+    auto some = slices.first(std::min<size_t>(slices.size(), kMaxPieces));
+    slices = slices.subspan(some.size());
+    PullRequest request;
+    request.id = next_pull_.fetch_add(1);
+    if (whole) request.notify = op->take_notify();
+    uint64_t nbytes = 0;
+    std::vector<RegionImpl*> sources;
+    for (auto& slice : some) {
+      auto& region = static_cast<RegionImpl&>(*slice.local);
+      auto& remote = static_cast<RemoteRegionImpl&>(*slice.remote);
+      if (sources.empty() || sources.back() != &region) sources.push_back(&region);
+      if (slice.nbytes == 0) continue;
+      auto address = reinterpret_cast<uint64_t>(region.data()) + slice.local_offset;
+      nbytes += slice.nbytes;
+      if (!request.pieces.empty()) {
+        auto& last = request.pieces.back();
+        if (last.target.grant == remote.grant() && last.source + last.target.nbytes == address &&
+            last.target.offset + last.target.nbytes == slice.remote_offset) {
+          last.target.nbytes += slice.nbytes;
+          continue;
+        }
+      }
+      request.pieces.push_back({address, {remote.grant(), slice.remote_offset, slice.nbytes}});
+    }
+    std::sort(sources.begin(), sources.end());
+    sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
+    for (auto* region : sources)
+      request.sources.push_back({reinterpret_cast<uint64_t>(region->generation_word()), region->generation()});
+    std::make_shared<PullPart>(op, request.id, nbytes)->run(std::move(request));
+  } while (!slices.empty());
+}
+
+void ProcessVmEndpoint::on_pull(rpc::Message message, rpc::Responder responder) {
+  auto request = PullRequest::decode(message.body);
+  if (!request) return responder.fail(request.status());
+  uint64_t id = request->id;
+  auto pull = std::make_shared<Pull>(peer_.shared_from_this(), std::move(*request), std::move(responder));
+  {
+    std::lock_guard lock(mutex_);
+    pulls_[id] = pull;
+  }
+  if (pull->nbytes() <= Pull::kInlineBytes) return pull->run();
+  peer_.engine().mover().post([pull] { pull->run(); });
+}
+
+void ProcessVmEndpoint::on_pull_cancel(rpc::Message message, rpc::Responder responder) {
+  auto id = ByteReader(message.body).get<uint64_t>();
+  std::shared_ptr<Pull> pull;
+  {
+    std::lock_guard lock(mutex_);
+    auto it = pulls_.find(id);
+    if (it != pulls_.end()) pull = it->second;
+  }
+  if (!pull) return responder.ok();  // messages keep their order, so it is over
+  pull->cancel(std::move(responder));
+}
+
+void ProcessVmEndpoint::pull_over(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  pulls_.erase(id);
+}
+
+void ProcessVmEndpoint::session_over(const Status&) {}  // pulls look at the session before every step
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,97 @@
+#include "transfer/region_table.h"
+
+#include "common/random.h"
+
+namespace torch_mooncake::transfer {
+
+std::string RegionImpl::name() const {
+  std::string out = "region " + std::to_string(id_);
+  if (!options_.label.empty()) out += " '" + options_.label + "'";
+  return out;
+}
+
+RegionTable::RegionTable(const Id128& engine) : engine_(engine), next_generation_(random_u64() | 1) {}
+
+RegionImplPtr RegionTable::add(Place place, RegionOptions options,
+                               const std::function<std::vector<AccessRecord>(const RegionImpl&)>& records) {
+  auto region = std::make_shared<RegionImpl>();
+  region->data_ = static_cast<std::byte*>(place.data);
+  region->nbytes_ = place.nbytes;
+  region->options_ = std::move(options);
+  region->segment_ = std::move(place.segment);
+  region->segment_offset_ = place.segment_offset;
+  region->engine_ = engine_;
+  {
+    std::lock_guard lock(mutex_);
+    region->id_ = next_id_++;
+    region->generation_ = next_generation_;
+    next_generation_ += 2;  // odd: never the zero that a dead word holds
+  }
+  region->word_.store(region->generation_, std::memory_order_release);
+  Descriptor d;
+  d.engine = engine_;
+  d.region = region->id_;
+  d.generation = region->generation_;
+  d.nbytes = region->nbytes_;
+  d.readable = region->options_.readable;
+  d.writable = region->options_.writable;
+  d.label = region->options_.label;
+  d.access = records(*region);
+  region->descriptor_ = d.encode();
+  std::lock_guard lock(mutex_);
+  live_.emplace(region->id_, region);
+  return region;
+}
+
+RegionImplPtr RegionTable::find(uint64_t id, uint64_t generation) const {
+  std::lock_guard lock(mutex_);
+  auto it = live_.find(id);
+  return it == live_.end() || it->second->generation_ != generation ? nullptr : it->second;
+}
+
+bool RegionTable::remove(const RegionImplPtr& region) {
+  std::lock_guard lock(mutex_);
+  auto it = live_.find(region->id_);
+  if (it == live_.end() || it->second != region) return false;
+  region->word_.store(0, std::memory_order_seq_cst);
+  quarantined_.insert(live_.extract(it));
+  return true;
+}
+
+std::shared_ptr<void> RegionTable::forget(const RegionImplPtr& region) {
+  std::lock_guard lock(mutex_);
+  if (quarantined_.erase(region->id_) == 0) return nullptr;
+  return std::move(region->options_.keep);
+}
+
+namespace {
+
+std::vector<RegionImplPtr> values(const std::unordered_map<uint64_t, RegionImplPtr>& map) {
+  std::vector<RegionImplPtr> out;
+  for (auto& [id, region] : map) out.push_back(region);
+  return out;
+}
+
+}  // namespace
+
+std::vector<RegionImplPtr> RegionTable::live() const {
+  std::lock_guard lock(mutex_);
+  return values(live_);
+}
+
+std::vector<RegionImplPtr> RegionTable::quarantined() const {
+  std::lock_guard lock(mutex_);
+  return values(quarantined_);
+}
+
+uint64_t RegionTable::live_count() const {
+  std::lock_guard lock(mutex_);
+  return live_.size();
+}
+
+uint64_t RegionTable::quarantined_count() const {
+  std::lock_guard lock(mutex_);
+  return quarantined_.size();
+}
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,84 @@
+// The regions of one engine.
+//
+// Slices name regions by object, and the wire by id, so regions may overlap, repeat and contain one another.
+// A region is live from add() to remove(), then quarantined until its last user is gone (counted, its memory kept),
+// then forgotten: its `keep` is dropped by the caller's `forget`. Safe from any thread.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <unordered_map>
+
+#include "transfer/descriptor.h"
+#include "transfer/engine.h"
+#include "transfer/usage.h"
+
+namespace torch_mooncake::transfer {
+
+class RegionImpl final : public Region {
+ public:
+  std::byte* data() const override { return data_; }
+  uint64_t nbytes() const override { return nbytes_; }
+  uint64_t id() const override { return id_; }
+  uint64_t generation() const override { return generation_; }
+  std::string descriptor() const override { return descriptor_; }
+
+  bool readable() const { return options_.readable; }
+  bool writable() const { return options_.writable; }
+  // "region 3 'kv'", for errors.
+  std::string name() const;
+  Usage& usage() { return usage_; }
+  // One-sided readers compare this word, in our memory, with the descriptor's generation after they have read. It
+  // differs from it from deregistration on, and no other region's word ever equals it.
+  const std::atomic<uint64_t>* generation_word() const { return &word_; }
+  const std::shared_ptr<Segment>& segment() const { return segment_; }
+  uint64_t segment_offset() const { return segment_offset_; }
+  const Id128& engine() const { return engine_; }
+
+ private:
+  friend class RegionTable;
+  std::byte* data_ = nullptr;
+  uint64_t nbytes_ = 0, id_ = 0, generation_ = 0;
+  RegionOptions options_;
+  std::shared_ptr<Segment> segment_;
+  uint64_t segment_offset_ = 0;
+  Id128 engine_{};
+  std::string descriptor_;
+  std::atomic<uint64_t> word_{0};
+  Usage usage_;
+};
+using RegionImplPtr = std::shared_ptr<RegionImpl>;
+
+class RegionTable {
+ public:
+  explicit RegionTable(const Id128& engine);
+
+  struct Place {
+    void* data;
+    uint64_t nbytes;
+    std::shared_ptr<Segment> segment;  // null: private memory
+    uint64_t segment_offset = 0;
+  };
+  // `records` makes the access records of the new region.
+  RegionImplPtr add(Place place, RegionOptions options,
+                    const std::function<std::vector<AccessRecord>(const RegionImpl&)>& records);
+  // Null unless that region is live with that generation.
+  RegionImplPtr find(uint64_t id, uint64_t generation) const;
+  // Changes the generation word and moves the region to quarantine; false if it is not live here (any more).
+  bool remove(const RegionImplPtr& region);
+  // Out of quarantine; returns its `keep`, for the caller to drop where that is right.
+  std::shared_ptr<void> forget(const RegionImplPtr& region);
+  std::vector<RegionImplPtr> live() const;
+  std::vector<RegionImplPtr> quarantined() const;
+  uint64_t live_count() const;
+  uint64_t quarantined_count() const;
+
+ private:
+  const Id128 engine_;
+  mutable std::mutex mutex_;
+  uint64_t next_id_ = 1, next_generation_;
+  std::unordered_map<uint64_t, RegionImplPtr> live_, quarantined_;
+};
+
+}  // namespace torch_mooncake::transfer

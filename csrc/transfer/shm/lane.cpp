@@ -1,0 +1,35 @@
+#include "transfer/shm/lane.h"
+
+#include <atomic>
+
+#include "transfer/slices.h"
+
+namespace torch_mooncake::transfer {
+
+SegmentCopy::SegmentCopy(OpImplPtr op, std::vector<CopyPiece> pieces, std::vector<RemoteRegionImpl*> remotes)
+    : CopyPart(std::move(op), std::move(pieces), "shm"), remotes_(std::move(remotes)) {}
+
+Status SegmentCopy::acquire() {
+  for (size_t i = 0; i < remotes_.size(); ++i) {
+    if (remotes_[i]->usage().acquire(op().peer().name())) continue;
+    for (size_t taken = 0; taken < i; ++taken) remotes_[taken]->usage().release(op().peer().name());
+    return {Code::key_not_found, "remote " + remotes_[i]->name() + " was deregistered"};
+  }
+  return {};
+}
+
+void SegmentCopy::release() {
+  for (auto* remote : remotes_) remote->usage().release(op().peer().name());
+}
+
+Status SegmentCopy::copy(std::span<const CopyPiece> pieces) {
+  copy_pieces(pieces);
+  return {};
+}
+
+Status SegmentCopy::validate() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // visible to the peer before anything that follows
+  return op().peer().session()->status();
+}
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,217 @@
+#include "transfer/tcp/endpoint.h"
+
+#include "common/log.h"
+#include "transfer/engine_impl.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer {
+
+StreamEndpoint::StreamEndpoint(PeerImpl& peer) : peer_(peer), lanes_(peer) {}
+
+void StreamEndpoint::attach(EngineImpl& engine) {
+  auto forward = [](auto member) {
+    return [member](PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
+      auto* endpoint = peer.endpoint<StreamEndpoint>();
+      if (endpoint == nullptr) return responder.fail({Code::unsupported, "tcp is not allowed at this engine"});
+      (endpoint->*member)(std::move(request), std::move(responder));
+    };
+  };
+  engine.handle(kWrite, forward(&StreamEndpoint::on_write));
+  engine.handle(kWriteCancel, forward(&StreamEndpoint::on_write_cancel));
+  engine.handle(kRead, forward(&StreamEndpoint::on_read));
+  engine.handle(kReadEnd, forward(&StreamEndpoint::on_read_end));
+}
+
+const Capabilities& StreamEndpoint::capabilities() const {
+  static constexpr Capabilities can{.option = "tcp",
+                                    .same_process = false,
+                                    .same_host = false,
+                                    .read = true,
+                                    .write = true,
+                                    .target_idle = false,
+                                    .owner_revokes = true,
+                                    .carries_notify = true};
+  return can;
+}
+
+std::string StreamEndpoint::name() const {
+  auto lanes = lanes_.bulk_lanes();
+  return !lanes.empty() && lanes.front()->is_unix() ? "unix" : "tcp";
+}
+
+bool StreamEndpoint::available() const { return peer_.features().tcp; }
+
+// Those of the handshake (0, and perhaps 1) and the engine's own.
+int StreamEndpoint::lanes_wanted() const {
+  auto lanes = peer_.session()->lanes();
+  auto first = std::count_if(lanes.begin(), lanes.end(), [](auto& lane) { return lane->index() < 2; });
+  return static_cast<int>(first) + peer_.engine().options().lanes;
+}
+
+Result<RemoteMemoryPtr> StreamEndpoint::open(const OpenedRegion&, Direction, Deadline deadline) {
+  if (!available()) return RemoteMemoryPtr();
+  if (peer_.session()->is_initiator()) TM_TRY(peer_.session()->open_lanes(lanes_wanted(), deadline));
+  return RemoteMemoryPtr(std::make_shared<StreamMemory>());
+}
+
+void StreamEndpoint::submit(const OpImplPtr& op, std::span<const Slice> slices) {
+  auto& options = peer_.engine().options();
+  bool whole = slices.size() <= kMaxPieces;
+  do {
+    auto some = slices.first(std::min<size_t>(slices.size(), kMaxPieces));
+    slices = slices.subspan(some.size());
+    auto plan = plan_chunks(some, options.slice_bytes, options.lanes);
+    if (op->direction() == Direction::write) {
+      auto part = std::make_shared<WritePart>(op, lanes_, next_write_.fetch_add(1), std::move(plan));
+      part->run(whole ? op->take_notify() : std::string());
+    } else {
+      uint64_t id = next_read_.fetch_add(1);
+      auto part = std::make_shared<ReadPart>(op, *this, id, std::move(plan));
+      {
+        std::lock_guard lock(mutex_);
+        reads_[id] = part;
+      }
+      part->run();
+    }
+  } while (!slices.empty());
+}
+
+// ---- Frames
+
+std::unique_ptr<rpc::BulkReceive> StreamEndpoint::begin(std::string_view body, uint64_t payload_bytes, bool over_unix) {
+  auto head = FrameHead::decode(body);
+  if (!head) {
+    peer_.session()->close(head.status().with(peer_.name()));
+    return nullptr;
+  }
+  if (head->kind == StreamKind::write) {
+    auto target = write_target(head->stream, true);
+    return target ? target->begin_frame(std::move(*head), payload_bytes, over_unix) : nullptr;
+  }
+  std::shared_ptr<ReadPart> part;
+  {
+    std::lock_guard lock(mutex_);
+    auto it = reads_.find(head->stream);
+    if (it != reads_.end()) part = it->second;
+  }
+  return part ? part->begin_frame(head->chunk, payload_bytes, over_unix) : nullptr;
+}
+
+// ---- Writes that come in
+
+std::shared_ptr<WriteTarget> StreamEndpoint::write_target(uint64_t id, bool make) {
+  std::lock_guard lock(mutex_);
+  if (over_ || id < writes_finished_below_ || writes_finished_.count(id)) return nullptr;
+  auto it = writes_.find(id);
+  if (it != writes_.end()) return it->second;
+  if (!make) return nullptr;
+  return writes_[id] = std::make_shared<WriteTarget>(*this, peer_.shared_from_this(), id);
+}
+
+void StreamEndpoint::write_over(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  if (writes_.erase(id) == 0) return;
+  writes_finished_.insert(id);
+  while (!writes_finished_.empty() && *writes_finished_.begin() == writes_finished_below_) {
+    writes_finished_.erase(writes_finished_.begin());
+    ++writes_finished_below_;
+  }
+}
+
+void StreamEndpoint::on_write(rpc::Message request, rpc::Responder responder) {
+  ByteReader in(request.body);
+  auto id = in.get<uint64_t>();
+  auto chunks = in.get<uint32_t>();
+  auto notify = in.get_string();
+  auto target = write_target(id, true);
+  if (!in.done() || chunks > kMaxChunks || !target)
+    return responder.fail({Code::invalid_argument, "malformed or repeated write"});
+  target->header(chunks, std::move(notify), std::move(responder));
+}
+
+void StreamEndpoint::on_write_cancel(rpc::Message request, rpc::Responder responder) {
+  auto target = write_target(ByteReader(request.body).get<uint64_t>(), false);
+  if (!target) return responder.ok();  // messages keep their order, so it is over
+  target->cancel(std::move(responder));
+}
+
+// ---- Reads
+
+void StreamEndpoint::read_over(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  reads_.erase(id);
+}
+
+void StreamEndpoint::source_over(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  sources_.erase(id);
+}
+
+void StreamEndpoint::on_read(rpc::Message request, rpc::Responder responder) {
+  ByteReader in(request.body);
+  auto id = in.get<uint64_t>();
+  auto plan = ReadSource::parse(in);
+  if (!plan) return responder.fail(plan.status());
+  for (auto& piece : plan->pieces)
+    if (Status status = peer_.grants().check(piece, Direction::read); !status) return responder.fail(status);
+  auto source =
+      std::make_shared<ReadSource>(*this, peer_.shared_from_this(), id, std::move(*plan), std::move(responder));
+  {
+    std::lock_guard lock(mutex_);
+    if (over_) return;  // dropping the responder answers nobody: the session is gone
+    sources_[id] = source;
+  }
+  lanes_.start(source);
+}
+
+void StreamEndpoint::on_read_end(rpc::Message request, rpc::Responder responder) {
+  std::shared_ptr<ReadSource> source;
+  {
+    std::lock_guard lock(mutex_);
+    auto it = sources_.find(ByteReader(request.body).get<uint64_t>());
+    if (it != sources_.end()) source = it->second;
+  }
+  if (source) source->end({});
+  responder.ok();
+}
+
+// ---- Lanes and sessions that die
+
+void StreamEndpoint::lane_closed(const rpc::Lane& lane) {
+  if (!peer_.session()->alive()) return;
+  lanes_.lane_closed(lane);
+  if (lane.index() >= 2 && peer_.session()->is_initiator() && !repairing_.exchange(true)) repair_lanes(0);
+}
+
+// Dials the missing lanes again: at once, then after 100, 200, 400 … 3200 ms.
+void StreamEndpoint::repair_lanes(int attempt) {
+  auto peer = peer_.shared_from_this();
+  peer_.engine().repair().post([this, peer, attempt] {
+    auto& session = *peer->session();
+    Status status = session.alive() ? session.open_lanes(lanes_wanted(), Deadline::after_ms(2000)) : session.status();
+    if (status || !session.alive() || attempt == 6) {
+      repairing_ = false;
+      if (!status && session.alive())
+        log::warning("transfer", peer->name() + ": lanes stay lost: " + status.to_string());
+      return;
+    }
+    peer->engine().rpc().add_timer(Deadline::after_ms(100 << attempt),
+                                   [this, peer, attempt] { repair_lanes(attempt + 1); });
+  });
+}
+
+void StreamEndpoint::session_over(const Status& why) {
+  std::unordered_map<uint64_t, std::shared_ptr<WriteTarget>> writes;
+  std::unordered_map<uint64_t, std::shared_ptr<ReadPart>> reads;
+  {
+    std::lock_guard lock(mutex_);
+    over_ = true;
+    writes.swap(writes_);
+    reads = reads_;
+  }
+  for (auto& [id, target] : writes) target->stop(why);
+  for (auto& [id, part] : reads) part->stop(why);
+  lanes_.session_over(why);  // writes and read sources
+}
+
+}  // namespace torch_mooncake::transfer

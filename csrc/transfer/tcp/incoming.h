@@ -1,0 +1,57 @@
+// Incoming: a stream of chunks that this side receives, each perhaps more than once. A write's at the target, a read's
+// at the initiator.
+//
+// Of several arrivals of one chunk the latest owns it; the earlier ones sink the rest of theirs. A lane is *inside*
+// from window() to filled(): around one recv, never across a sleep. complete() comes once, when every chunk is applied
+// and no lane is inside; after stop(), quiet() comes once instead, when no lane is inside and none can enter any more.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "rpc/session.h"
+#include "transfer/grant.h"
+
+namespace torch_mooncake::transfer {
+
+class Incoming : public std::enable_shared_from_this<Incoming> {
+ public:
+  virtual ~Incoming() = default;
+  // A frame of this chunk arrives; null: sink it. `targets` tell where its payload goes, in order.
+  struct Target {
+    Piece piece;      // at the target of a write: checked and entered by grant
+    std::byte* data;  // at the initiator of a read
+  };
+  std::unique_ptr<rpc::BulkReceive> begin(uint32_t chunk, std::vector<Target> targets, bool over_unix);
+  void expect(uint32_t chunks);  // now the number is known
+  // Takes no more bytes. The first reason stays.
+  void stop(const Status& why);
+
+ protected:
+  // Leave to write target's bytes until leave(); an error refuses the frame and stops the stream.
+  virtual Result<std::byte*> enter(const Target& target, Window& window) = 0;
+  virtual void leave(Window& window) = 0;
+  virtual void applied(uint64_t nbytes, bool over_unix) = 0;
+  virtual void complete() = 0;
+  virtual void quiet(const Status& why) = 0;
+
+ private:
+  class Receiver;
+  struct Chunk {
+    bool applied = false;
+    Receiver* owner = nullptr;   // the latest arrival that is under way
+    Receiver* inside = nullptr;  // whose recv may be writing now
+  };
+  void settle(std::unique_lock<std::mutex> lock);  // complete or quiet, if it is time
+
+  std::mutex mutex_;
+  std::condition_variable left_;
+  std::vector<Chunk> chunks_;
+  uint32_t total_ = UINT32_MAX, applied_ = 0, inside_ = 0;
+  bool stopped_ = false, over_ = false;
+  Status why_;
+};
+
+}  // namespace torch_mooncake::transfer

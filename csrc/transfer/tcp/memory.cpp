@@ -1,0 +1,75 @@
+#include "transfer/tcp/memory.h"
+
+#include <algorithm>
+
+#include "transfer/peer.h"
+
+namespace torch_mooncake::transfer {
+
+ChunkPlan plan_chunks(std::span<const Slice> slices, uint64_t slice_bytes, int lanes) {
+  ChunkPlan plan;
+  for (auto& slice : slices) plan.nbytes += slice.nbytes;
+  uint64_t share = (plan.nbytes + lanes - 1) / lanes;
+  uint64_t chunk_bytes = std::clamp<uint64_t>((share + 4095) & ~uint64_t{4095}, 128 << 10, slice_bytes);
+  auto full = [&] { return plan.chunks.back().nbytes == chunk_bytes || plan.chunks.back().count == kMaxChunkPieces; };
+  for (auto& slice : slices) {
+    uint32_t grant = static_cast<RemoteRegionImpl&>(*slice.remote).grant();
+    for (uint64_t at = 0; at < slice.nbytes;) {
+      bool fresh = plan.chunks.empty() || full();
+      if (fresh) plan.chunks.push_back({static_cast<uint32_t>(plan.pieces.size()), 0, 0});
+      auto& chunk = plan.chunks.back();
+      uint64_t n = std::min(slice.nbytes - at, chunk_bytes - chunk.nbytes);
+      auto* local = slice.local->data() + slice.local_offset + at;
+      Piece piece{grant, slice.remote_offset + at, n};
+      Piece* last = fresh ? nullptr : &plan.pieces.back();
+      if (last && last->grant == grant && last->offset + last->nbytes == piece.offset &&
+          plan.local.back() + last->nbytes == local) {
+        last->nbytes += n;
+      } else {
+        plan.pieces.push_back(piece);
+        plan.local.push_back(local);
+        ++chunk.count;
+      }
+      chunk.nbytes += n;
+      at += n;
+    }
+  }
+  return plan;
+}
+
+void put_pieces(ByteWriter& out, std::span<const Piece> pieces) {
+  out.put(static_cast<uint32_t>(pieces.size()));
+  for (auto& piece : pieces) out.put(piece.grant).put(piece.offset).put(piece.nbytes);
+}
+
+std::vector<Piece> get_pieces(ByteReader& in) {
+  std::vector<Piece> pieces(in.get_count(20));
+  for (auto& piece : pieces) {
+    piece.grant = in.get<uint32_t>();
+    piece.offset = in.get<uint64_t>();
+    piece.nbytes = in.get<uint64_t>();
+  }
+  return pieces;
+}
+
+std::string FrameHead::encode() const {
+  ByteWriter out;
+  out.put(kind).put(stream).put(chunk).put(attempt);
+  if (kind == StreamKind::write) put_pieces(out, pieces);
+  return out.take();
+}
+
+Result<FrameHead> FrameHead::decode(std::string_view body) {
+  ByteReader in(body);
+  FrameHead head;
+  head.kind = in.get<StreamKind>();
+  head.stream = in.get<uint64_t>();
+  head.chunk = in.get<uint32_t>();
+  head.attempt = in.get<uint32_t>();
+  if (head.kind == StreamKind::write) head.pieces = get_pieces(in);
+  bool known = head.kind == StreamKind::write || head.kind == StreamKind::read;
+  if (!in.done() || !known || head.chunk >= kMaxChunks) return Status(Code::corrupt, "malformed head of a bulk frame");
+  return head;
+}
+
+}  // namespace torch_mooncake::transfer

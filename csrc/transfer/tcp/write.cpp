@@ -1,0 +1,147 @@
+#include "transfer/tcp/write.h"
+
+#include "transfer/engine_impl.h"
+#include "transfer/tcp/endpoint.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer {
+
+// ---- WritePart
+
+WritePart::WritePart(OpImplPtr op, LaneScheduler& lanes, uint64_t id, ChunkPlan plan)
+    : Outgoing(plan.chunks.size()), op_(std::move(op)), lanes_(lanes), id_(id), plan_(std::move(plan)) {}
+
+void WritePart::run(std::string notify) {
+  op_->add(self());
+  ByteWriter out;
+  out.put(id_).put(static_cast<uint32_t>(plan_.chunks.size())).put(std::string_view(notify));
+  op_->peer().session()->call(kWrite, out.take(), Deadline::never(), [self = self()](Result<rpc::Message> answer) {
+    if (answer) self->op_->add_bytes_done(self->plan_.nbytes);
+    self->end(answer.status());
+  });
+  lanes_.start(self());
+}
+
+Status WritePart::gather(uint32_t chunk, uint32_t attempt, rpc::BulkFrame& frame) {
+  auto pieces = plan_.pieces_of(chunk);
+  frame.body = FrameHead{StreamKind::write, id_, chunk, attempt, {pieces.begin(), pieces.end()}}.encode();
+  for (size_t i = 0; i < pieces.size(); ++i)
+    frame.payload.push_back({plan_.local[plan_.chunks[chunk].first + i], pieces[i].nbytes});
+  return {};
+}
+
+void WritePart::stop(const Status& why) {
+  {
+    std::lock_guard lock(mutex_);
+    if (outcome_) return;
+  }
+  op_->peer().session()->call(kWriteCancel, ByteWriter().put(id_).take(), Deadline::never(),
+                              [op = op_](Result<rpc::Message> answer) {
+                                if (answer) op->set_remote_quiescent(true);
+                              });
+  end(why);
+}
+
+void WritePart::end(const Status& outcome) {
+  {
+    std::lock_guard lock(mutex_);
+    if (outcome_) return;
+    outcome_ = outcome;
+  }
+  lanes_.stop(self());
+  // Frames in flight still read the caller's memory. Where nothing moves any more, the lanes have to go.
+  std::weak_ptr<Outgoing> weak = self();
+  op_->peer().engine().rpc().add_timer(
+      Deadline::at_ns(steady_ns() + op_->grace_ns() / 2), [weak, peer = op_->peer_ptr()] {
+        auto stream = std::static_pointer_cast<WritePart>(weak.lock());
+        if (stream && !stream->op_->ended())
+          stream->lanes_.kill_lanes_of(stream, {Code::deadline_exceeded, "stuck in a write that is over"});
+      });
+}
+
+void WritePart::at_rest() { op_->part_done(self(), *outcome_); }
+
+// ---- WriteTarget
+
+WriteTarget::WriteTarget(StreamEndpoint& endpoint, PeerImplPtr peer, uint64_t id)
+    : endpoint_(endpoint), peer_(std::move(peer)), id_(id) {}
+
+std::unique_ptr<rpc::BulkReceive> WriteTarget::begin_frame(FrameHead head, uint64_t payload_bytes, bool over_unix) {
+  uint64_t nbytes = 0;
+  std::vector<Target> targets;
+  for (auto& piece : head.pieces) {
+    if (Status status = peer_->grants().check(piece, Direction::write); !status) {
+      stop(status);
+      return nullptr;
+    }
+    nbytes += piece.nbytes;
+    if (piece.nbytes > 0) targets.push_back({piece, nullptr});
+  }
+  if (nbytes != payload_bytes) {
+    stop({Code::corrupt, "a frame's pieces and its payload differ in length"});
+    return nullptr;
+  }
+  return Incoming::begin(head.chunk, std::move(targets), over_unix);
+}
+
+Result<std::byte*> WriteTarget::enter(const Target& target, Window& window) {
+  TM_ASSIGN(window, peer_->grants().window(target.piece, Direction::write));
+  return window.data;
+}
+
+void WriteTarget::leave(Window& window) { peer_->grants().release(window); }
+
+void WriteTarget::applied(uint64_t nbytes, bool over_unix) {
+  peer_->engine().count_bytes(over_unix ? "unix" : "tcp", 0, nbytes);
+}
+
+void WriteTarget::header(uint32_t chunks, std::string notify, rpc::Responder responder) {
+  {
+    std::lock_guard lock(mutex_);
+    has_header_ = true;
+    notify_ = std::move(notify);
+    responder_ = std::move(responder);
+  }
+  expect(chunks);
+  finish_if_answered();
+}
+
+void WriteTarget::cancel(rpc::Responder over) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!outcome_) cancels_.push_back(std::move(over));
+  }
+  over.ok();  // a no-op if it was moved away
+  stop({Code::cancelled, "cancelled by the writer"});
+}
+
+void WriteTarget::answer(const Status& outcome) {
+  {
+    std::lock_guard lock(mutex_);
+    outcome_ = outcome;
+  }
+  finish_if_answered();
+}
+
+// Over when the outcome is there and the header has told whom to tell.
+void WriteTarget::finish_if_answered() {
+  rpc::Responder responder;
+  std::vector<rpc::Responder> cancels;
+  bool answerable;
+  {
+    std::lock_guard lock(mutex_);
+    if (!outcome_) return;
+    cancels.swap(cancels_);
+    answerable = has_header_;
+    if (has_header_) responder = std::move(responder_);
+    if (has_header_ && *outcome_ && !notify_.empty())
+      peer_->engine().notes()->push({peer_->identity().engine, peer_->identity().name, std::exchange(notify_, {})});
+  }
+  if (answerable) {
+    endpoint_.write_over(id_);
+    *outcome_ ? responder.ok() : responder.fail(*outcome_);
+  }
+  for (auto& cancel : cancels) cancel.ok();
+}
+
+}  // namespace torch_mooncake::transfer

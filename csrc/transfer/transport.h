@@ -1,0 +1,77 @@
+// What a transport is. One folder each, with the same nouns: `memory` says how a region is described and reached,
+// `endpoint` is the transport's state towards one peer and answers that peer's messages, `lane` moves the bytes.
+// docs/adding-a-transport.md is the recipe.
+//
+// Ownership: a PeerImpl owns one endpoint a transport; a RemoteRegion keeps the memory objects its paths need; an op
+// keeps its parts. Threads: open() is called on a user's thread and may wait until its deadline; submit() too, and must
+// not wait; everything else may come on any thread, I/O threads among them, and must not block.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "transfer/descriptor.h"
+#include "transfer/engine.h"
+
+namespace torch_mooncake::transfer {
+
+class OpImpl;
+class RegionImpl;
+
+enum class Direction : uint8_t { read, write };
+
+// What a transport can do, asked before it is used: no virtual of an absent capability exists to be called.
+struct Capabilities {
+  const char* option;   // the name in EngineOptions::transports that allows it
+  bool same_process;    // reaches engines of this process only
+  bool same_host;       // reaches processes of this host only
+  bool read, write;     // directions it can carry at all
+  bool target_idle;     // the target's CPU takes no part in moving bytes
+  bool owner_revokes;   // the owner alone can end access; otherwise it needs the peer's release, or its death
+  bool carries_notify;  // can deliver the notification behind the data of a part by itself
+};
+
+// How one transport reaches one remote region; whatever it needs to know. Dropped with the RemoteRegion.
+class RemoteMemory {
+ public:
+  virtual ~RemoteMemory() = default;
+  // Non-null if the bytes are in this process' address space.
+  virtual std::shared_ptr<const std::byte> mapped() const { return nullptr; }
+};
+using RemoteMemoryPtr = std::shared_ptr<RemoteMemory>;
+
+// One transport's share of an op, from OpImpl::add() to its single call of OpImpl::part_done().
+class Part {
+ public:
+  virtual ~Part() = default;
+  // End early (deadline, cancel, another part's failure, close): from some moment soon, touch the op's memory no more,
+  // then call part_done(why). May come more than once, and after part_done.
+  virtual void stop(const Status& why) = 0;
+  // A thread that would wait offers itself: run queued work on it now.
+  virtual void help() {}
+};
+using PartPtr = std::shared_ptr<Part>;
+
+// A region that the owner has opened for us: what its answer said.
+struct OpenedRegion {
+  Descriptor descriptor;
+  uint32_t grant = 0;  // index in the session
+};
+
+class TransportEndpoint {
+ public:
+  virtual ~TransportEndpoint() = default;
+  virtual const Capabilities& capabilities() const = 0;
+  virtual std::string name() const = 0;  // what op->transport() says
+  // Reaches the peer's ordinary memory (in no segment), by what is known now.
+  virtual bool available() const = 0;
+  // How to carry `direction` to that region. Null: not this way, the next allowed transport is asked.
+  virtual Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) = 0;
+  // Starts the slices as one or more parts: op->add(part) for each before it begins. Small ones may be over on return.
+  virtual void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) = 0;
+  // The session has ended: end all parts, and everything done for the peer.
+  virtual void session_over(const Status& why) = 0;
+};
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,30 @@
+// Numbers of the control messages (100-199 belong to this room). Bodies are described where they are made.
+#pragma once
+
+#include <cstdint>
+
+namespace torch_mooncake::transfer {
+
+enum Method : uint16_t {
+  kHello = 100,        // call: what each side allows
+  kOpen = 101,         // call: descriptor -> grant
+  kCloseGrant = 102,   // post, by the holder: the grant is not used any more
+  kNotify = 103,       // call: an op's notification
+  kRevoke = 104,       // call, by the owner: answered when the holder touches the mapped bytes no more
+  kReleaseAll = 105,   // call, by the holder, before it closes the session
+  kSegment = 110,      // call: grant -> the segment's fd (shm)
+  kPull = 120,         // call: target, read this from my memory (process_vm); answered when applied
+  kPullCancel = 121,   // call: answered when that pull writes no more
+  kWrite = 130,        // call: a stream of chunks follows on the lanes; answered when all are applied (tcp)
+  kWriteCancel = 131,  // call: answered when no byte of that stream can land
+  kRead = 132,         // call: send me these chunks; answered at the stream's end
+  kReadEnd = 133,      // post: no more chunks of that stream, please
+  kWriteSmall = 134,   // call: pieces and their bytes in one message
+  kReadSmall = 135,    // call: pieces; the answer holds their bytes
+};
+
+// Requests with longer lists are split. 20 bytes a piece stay well under the 16 MiB of a control message.
+inline constexpr uint32_t kMaxPieces = 500'000;
+inline constexpr uint64_t kMaxNotifyBytes = 64 << 10;
+
+}  // namespace torch_mooncake::transfer

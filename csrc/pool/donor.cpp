@@ -279,6 +279,13 @@ std::vector<Announcement> DonorImpl::announce() const {
   return out;
 }
 
+std::vector<Announcement> DonorImpl::announce_prepared() const {
+  std::vector<Announcement> out;
+  for (const auto& [txn, extents] : open_)
+    for (uint32_t i : extents) out.push_back(announcement(i));
+  return out;
+}
+
 std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit) const {
   std::set<std::string> found;
   for (uint32_t i = 0; i < table_->entries(); ++i) {

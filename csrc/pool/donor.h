@@ -133,6 +133,7 @@ class TM_API Donor {
 
   virtual Result<Announcement> describe(ExtentRef extent) const = 0;  // stale generation: key_not_found
   virtual std::vector<Announcement> announce() const = 0;             // COMMITTED and FINAL, not superseded
+  virtual std::vector<Announcement> announce_prepared() const = 0;    // what a rebuild may have to complete
   virtual std::vector<std::string> keys(std::string_view prefix, size_t limit) const = 0;
 
   // The writer will write no more into this extent of its own: a fenced one can be reused, a PREPARED one is dropped.
@@ -149,6 +150,9 @@ class TM_API Donor {
   // The session is over (EOF: the process is dead or has closed): its pins end, its PREPARED parts are dropped, limbo
   // is swept. Extents that it may still be writing into are safe to reuse only after this.
   virtual void end_session(SessionId session) = 0;
+  // The connection is gone, which does not prove that the process is: as end_session() if its client has let go of the
+  // slot page's lock (or has none), else it is an old session until sweep() finds that it has.
+  virtual void lose_session(SessionId session) = 0;
   // A pin held for a remote reader, a hint with a time limit; `now_ns` is passed in.
   virtual void hint_pin(ExtentRef extent, int64_t until_ns) = 0;
   virtual void sweep(int64_t now_ns) = 0;

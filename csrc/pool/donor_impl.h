@@ -35,12 +35,14 @@ class DonorImpl final : public Donor {
 
   Result<Announcement> describe(ExtentRef extent) const override;
   std::vector<Announcement> announce() const override;
+  std::vector<Announcement> announce_prepared() const override;
   std::vector<std::string> keys(std::string_view prefix, size_t limit) const override;
 
   Status give_back(ExtentRef extent, SessionId session) override;
   Result<std::shared_ptr<Segment>> open_slots(SessionId session) override;
   Result<UniqueFd> slots_for_client(SessionId session) override;
   void end_session(SessionId session) override;
+  void lose_session(SessionId session) override;
   void hint_pin(ExtentRef extent, int64_t until_ns) override;
   void sweep(int64_t now_ns) override;
 
@@ -53,6 +55,8 @@ class DonorImpl final : public Donor {
     MappingPtr map;
     bool orphan = false;  // of a previous worker: alive while its client holds the slot page's lock
   };
+
+  static bool released(const SessionState& session);
 
   // The extent's index if the ref is (still) its identity, in any state but free.
   Result<uint32_t> find(ExtentRef extent) const;

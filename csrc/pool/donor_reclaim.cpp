@@ -258,6 +258,20 @@ void DonorImpl::end_session(SessionId session) {
   if (slots.segment && held_changed_) held_changed_(slots, false);
 }
 
+void DonorImpl::lose_session(SessionId session) {
+  const auto it = sessions_.find(session);
+  if (it == sessions_.end()) return;
+  if (!it->second.slots || released(it->second)) return end_session(session);
+  it->second.orphan = true;
+}
+
+// Our own open file has no lock, so an exclusive one fails exactly while a client's has one.
+bool DonorImpl::released(const SessionState& session) {
+  if (::flock(session.slots->fd(), LOCK_EX | LOCK_NB) != 0) return false;
+  ::flock(session.slots->fd(), LOCK_UN);
+  return true;
+}
+
 void DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns) {
   auto found = find(extent);
   if (!found.is_ok() || !valid(*found)) return;  // gone: the reader finds out when it validates
@@ -268,12 +282,8 @@ void DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns) {
 void DonorImpl::sweep(int64_t now_ns) {
   std::erase_if(hints_, [now_ns](const auto& hint) { return hint.second <= now_ns; });
   std::vector<SessionId> over;
-  for (const auto& [id, session] : sessions_) {
-    // Our own open file has no lock, so this fails exactly while a client's has one.
-    if (!session.orphan || ::flock(session.slots->fd(), LOCK_EX | LOCK_NB) != 0) continue;
-    ::flock(session.slots->fd(), LOCK_UN);
-    over.push_back(id);
-  }
+  for (const auto& [id, session] : sessions_)
+    if (session.orphan && released(session)) over.push_back(id);
   for (SessionId id : over) end_session(id);
   sweep_limbo();
   unpark();

@@ -21,14 +21,12 @@ struct NodeOptions {
   std::string token;                // default: the pool's token file in runtime_dir, made if absent
   std::string host_id;
   uint64_t memory_bytes = 0;  // 0: 25 % of what the cgroup allows
-  double linger_s = 60;       // exits this long after its last client; < 0: never
-  int ready_fd = -1;          // gets "ready <address>\n" or "error <text>\n", then EOF
+  double linger_s = 60;       // exits this long after its last client; < 0: never. (Waits 30 s at least for a first.)
+  int ready_fd = -1;          // gets "ready <address> <address>...\n" or "error <text>\n", then EOF
 };
 
-// Runs the keeper in this process until it is told to stop (SIGTERM drains) or lingers out. Returns its exit code.
+// Runs the keeper in this process until it is told to stop (SIGTERM drains) or lingers out; the process must have no
+// other threads. Returns its exit code: 0 stopped, 1 failed, 2 bad options, 3 the pool has a node on this host already.
 TM_API int run_node(const NodeOptions& options);
-
-// The service inside the worker, for the keeper and for tests that want a node in one process.
-class Donor;
 
 }  // namespace torch_mooncake::pool

@@ -44,12 +44,12 @@ class Two:
         self.region = self.engine.register(self.local)
         self.other = None if path == "local" else child()
         code = (
-            "import torch, torch_mooncake as tm\n"
+            "import numpy as np, torch_mooncake as tm; from torch_mooncake._core import SharedBuffer\n"
             "engine = tm.Engine(transports=transports, token='t', name='other')\n"
-            "make = tm.empty if kind == 'shared' else torch.empty\n"
-            "there = make(1 << 20, dtype=torch.uint8)\n"
-            "there.random_(); region = engine.register(there)\n"
-            "result = [engine.addresses[0], region.descriptor().hex(), there.tolist()]"
+            "there = np.frombuffer(SharedBuffer(1 << 20) if kind == 'shared' else bytearray(1 << 20), np.uint8)\n"
+            "there[:] = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)\n"
+            "region = engine.register(there)\n"
+            "result = [engine.addresses[0], region.descriptor().hex(), there.tobytes().hex()]"
         )
         names = {"transports": list(transports), "kind": self.kind}
         self.names: dict[str, Any] = dict(names)
@@ -59,15 +59,16 @@ class Two:
         else:
             address, descriptor, content = self.other(code, **names)
         self.address = address
-        self.content = torch.tensor(content, dtype=torch.uint8)
+        self.content = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
         self.peer = self.engine.connect(address)
         self.remote = self.peer.open(bytes.fromhex(descriptor))
 
     def there(self) -> torch.Tensor:
         """What the other side's memory holds now."""
         if self.other is None:
-            return self.names["there"].clone()
-        return torch.tensor(self.other("result = there.tolist()"), dtype=torch.uint8)
+            return torch.from_numpy(self.names["there"].copy())
+        content = bytearray.fromhex(self.other("result = there.tobytes().hex()"))
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def note(self) -> tm.Notification:
         if self.other is None:
@@ -346,8 +347,7 @@ def test_another_process_of_our_address_is_another_peer(child: Any) -> None:
     """Same IP, same host id: still not the same process, and never read through our own pointers."""
     ours = tm.Engine(name="ours")
     code = (
-        "import torch, torch_mooncake as tm; e = tm.Engine(name='theirs')\n"
-        "t = torch.full((4096,), 9, dtype=torch.uint8)\n"
+        "import torch_mooncake as tm; e = tm.Engine(name='theirs'); t = bytearray([9]) * 4096\n"
         "r = e.register(t); result = [e.addresses[0], r.descriptor().hex()]"
     )
     first, second = child(), child()

@@ -87,7 +87,7 @@ void Home::wake(const KeyHash& hash) {
         mine->second.erase(at);
       if (mine->second.empty()) watched_.erase(mine);
     }
-    actions_.push_back(Ready{request});
+    actions_.emplace_back(Ready{request});
   }
 }
 
@@ -118,7 +118,7 @@ Result<TxnId> Home::begin(std::string_view key, std::string_view label, uint32_t
 
 void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns) {
   const KeyHash h = hash(call.head.key);
-  auto refuse = [&](Status why) { actions_.push_back(CommitDone{request, std::move(why)}); };
+  auto refuse = [&](Status why) { actions_.emplace_back(CommitDone{request, std::move(why)}); };
   if (!call.head.sound() || call.replicas.empty())
     return refuse({Code::invalid_argument, "commit of no replica or of a part that is not there"});
   if (call.head.view > view_)
@@ -205,7 +205,7 @@ void Home::start(const KeyHash& hash, Busy& busy, Op op) {
   const bool exists = existing != entries_.end();
   if (op.what == Op::What::remove) {
     if (!exists) {
-      actions_.push_back(RemoveDone{op.requests[0], false});
+      actions_.emplace_back(RemoveDone{op.requests[0], false});
       return;
     }
     busy.op = std::move(op);
@@ -291,7 +291,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
   Op& op = busy.op;
   if (op.what == Op::What::remove) {
     entries_.erase(hash);
-    actions_.push_back(RemoveDone{op.requests[0], true});
+    actions_.emplace_back(RemoveDone{op.requests[0], true});
     return;
   }
   Entry entry{op.version, op.kind, op.parts, {}};
@@ -312,16 +312,16 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
 void Home::answer(const Op& op, const Status& failure, bool stored, Version version) {
   for (RequestId request : op.requests) {
     if (failure.is_ok()) {
-      actions_.push_back(CommitDone{request, CommitAnswer{version, stored}});
+      actions_.emplace_back(CommitDone{request, CommitAnswer{version, stored}});
     } else {
-      actions_.push_back(CommitDone{request, failure});
+      actions_.emplace_back(CommitDone{request, failure});
     }
   }
 }
 
 void Home::fail_op(const KeyHash& hash, const Op& op, const Status& why) {
   if (op.what == Op::What::remove) {
-    actions_.push_back(RemoveDone{op.requests[0], why});
+    actions_.emplace_back(RemoveDone{op.requests[0], why});
     return;
   }
   drop(hash, op);
@@ -355,7 +355,7 @@ void Home::send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait) {
     id = next_mark_++;
     outstanding_[id] = {hash, donor, mark};
   }
-  actions_.push_back(SendMark{id, donors_[donor].id, std::move(mark)});
+  actions_.emplace_back(SendMark{id, donors_[donor].id, std::move(mark)});
 }
 
 void Home::mark_done(MarkId id, const Status& status) {
@@ -398,9 +398,11 @@ void Home::forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent) {
   const Spot gone_spot{donor, 0, extent};
   if (const auto it = candidates_.find(hash); it != candidates_.end())
     std::erase_if(it->second, [&](const Candidate& c) { return c == gone_spot; });
-  if (const auto it = busy_.find(hash); it != busy_.end())
+  if (const auto it = busy_.find(hash); it != busy_.end()) {
     for (NewSpot& spot : it->second.op.spots)
       if (spot == gone_spot) spot.state = NewSpot::State::gone;
+    std::erase_if(it->second.op.rest, [&](const Candidate& c) { return c == gone_spot; });
+  }
   const auto it = entries_.find(hash);
   if (it == entries_.end() || std::erase(it->second.spots, gone_spot) == 0) return;
   if (!whole(it->second.spots, it->second.parts)) lost(hash);
@@ -446,6 +448,7 @@ void Home::forget_donor(uint32_t donor) {
   }
   for (const KeyHash& hash : no_more) lost(hash);
   for (auto& [hash, busy] : busy_) {
+    std::erase_if(busy.op.rest, [donor](const Candidate& c) { return c.donor == donor; });
     for (NewSpot& spot : busy.op.spots) {
       if (spot.donor != donor || spot.state != NewSpot::State::committed) continue;
       spot.state = NewSpot::State::gone;
@@ -481,7 +484,7 @@ void Home::tick(int64_t now_ns) {
     if (!out.again) continue;
     out.again = false;
     out.mark.view = view_;
-    actions_.push_back(SendMark{id, donors_[out.donor].id, out.mark});
+    actions_.emplace_back(SendMark{id, donors_[out.donor].id, out.mark});
   }
 }
 

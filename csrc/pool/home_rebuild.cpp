@@ -172,6 +172,16 @@ bool Home::open_txn(const KeyHash& hash, const TxnId& txn) const {
   return std::any_of(busy.queue.begin(), busy.queue.end(), [&](const Op& op) { return op.txn == txn; });
 }
 
+// Does the operation under way count on this extent, though no mark is out for it?
+bool Home::needs(const Busy& busy, const Spot& spot) {
+  const auto is_it = [&](const Spot& other) { return other == spot; };
+  const bool will_be_asked = busy.phase == Phase::marking;
+  return std::any_of(busy.op.spots.begin(), busy.op.spots.end(),
+                     [&](const NewSpot& s) { return s == spot && s.state == NewSpot::State::committed; }) ||
+         std::any_of(busy.op.rest.begin(), busy.op.rest.end(), is_it) ||
+         (will_be_asked && std::any_of(busy.olds.begin(), busy.olds.end(), is_it));
+}
+
 void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
   std::set<std::pair<uint32_t, uint64_t>> there;
   for (const Announced& a : extents)
@@ -181,8 +191,19 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     for (const Spot& spot : entry.spots)
       if (spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
         missing.emplace_back(hash, spot.extent);
+  for (const auto& [hash, busy] : busy_) {
+    auto check = [&, h = hash](const Spot& spot, bool stored) {
+      if (spot.donor == donor && stored && !there.count({spot.extent.index, spot.extent.generation}))
+        missing.emplace_back(h, spot.extent);
+    };
+    for (const NewSpot& spot : busy.op.spots) check(spot, spot.state == NewSpot::State::committed);
+    for (const Candidate& c : busy.op.rest) check(c, true);
+  }
   for (const auto& [hash, extent] : missing) forget_spot(hash, donor, extent);
 
+  std::set<std::pair<uint32_t, uint64_t>> asked;  // what a mark is out for, to be sent again
+  for (const auto& [id, out] : outstanding_)
+    if (out.donor == donor) asked.emplace(out.mark.extent.index, out.mark.extent.generation);
   for (const Announced& a : extents) {
     const KeyHash h = hash(a.key);
     Spot spot{donor, a.part, a.extent};
@@ -197,14 +218,9 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     if (entry != entries_.end() &&
         std::find(entry->second.spots.begin(), entry->second.spots.end(), spot) != entry->second.spots.end())
       continue;
+    if (asked.count({a.extent.index, a.extent.generation})) continue;
     const auto busy = busy_.find(h);
-    if (busy != busy_.end() && busy->second.phase != Phase::idle) {
-      const auto& op = busy->second.op;
-      const auto& olds = busy->second.olds;
-      if (std::find(op.spots.begin(), op.spots.end(), spot) != op.spots.end() ||
-          std::find(olds.begin(), olds.end(), spot) != olds.end())
-        continue;
-    }
+    if (busy != busy_.end() && needs(busy->second, spot)) continue;
     // The directory is complete: it knows every named extent that counts.
     const bool free_key = entry == entries_.end() && busy == busy_.end();
     const bool copy = entry != entries_.end() && entry->second.kind == Kind::sealed && entry->second.parts == 1;
@@ -221,7 +237,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     if (out.donor != donor) continue;
     out.again = false;
     out.mark.view = view_;
-    actions_.push_back(SendMark{id, donors_[donor].id, out.mark});
+    actions_.emplace_back(SendMark{id, donors_[donor].id, out.mark});
   }
 }
 

@@ -346,6 +346,11 @@ struct World {
   Home home{1, 7};
   struct Donor : ModelDonor {
     bool up = true, fenced = false;
+    std::set<uint32_t> stale;  // extents with which it came back after it was expelled
+    // A real node drops them before it announces; this one lets the home find out, and is trusted when it has.
+    bool unclean() const {
+      return std::any_of(stale.begin(), stale.end(), [this](uint32_t i) { return extents.count(i) != 0; });
+    }
     std::deque<SendMark> inbox;
   } donors[kDonors];
   struct Client {
@@ -488,7 +493,12 @@ struct World {
     for (int k = 0; k < kKeys; ++k) lose(k, now);
   }
   void come_back(int i) {
-    std::erase_if(donors[i].extents, [](auto& e) { return e.second.a.kind == Kind::named; });
+    donors[i].stale.clear();
+    if (roll(2) == 0) {
+      donors[i].extents.clear();
+    } else {
+      for (const auto& [index, e] : donors[i].extents) donors[i].stale.insert(index);
+    }
     donors[i].fenced = false;
     donors[i].up = true;
     home.announce(node(uint8_t(i)), donors[i].announce());
@@ -499,6 +509,7 @@ struct World {
       const Announced a = e.a;
       lose(a.key.back() - '0', now);
       donors[i].extents.erase(index);
+      if (roll(3) == 0) return restart(i);  // the report was lost with the session
       home.evicted(node(uint8_t(i)), a.key, a.extent);
       return;
     }
@@ -509,7 +520,7 @@ struct World {
       if (c.step == Client::Step::waiting) c.step = Client::Step::idle;  // outcome unknown for ever
     for (int i = 0; i < kDonors; ++i) {
       donors[i].inbox.clear();
-      if (!donors[i].fenced) home.expect(node(uint8_t(i)));
+      if (!donors[i].fenced && !donors[i].unclean()) home.expect(node(uint8_t(i)));
     }
     std::vector<int> order{0, 1, 2};
     std::shuffle(order.begin(), order.end(), rng);
@@ -548,7 +559,8 @@ struct World {
   void settle() {
     for (int i = 0; i < kDonors; ++i)
       if (donors[i].fenced) come_back(i);
-    for (int i = 0; i < kDonors; ++i) restart(i);
+    for (int i = 0; i < kDonors; ++i)
+      if (!home.knows(node(uint8_t(i))) || !donors[i].up) restart(i);
     act();
     for (int n = 0; n < 2000 && !home.idle(); ++n) {
       for (Donor& d : donors) deliver(d);

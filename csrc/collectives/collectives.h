@@ -59,6 +59,8 @@ struct ConstPiece {
 };
 
 TM_API Status barrier(const Call& call);
+// A barrier whose timeout names every rank that did not come, not only the next one (on rank 0).
+TM_API Status monitored_barrier(const Call& call);
 TM_API Status broadcast(const Call& call, void* data, uint64_t nbytes, int root);
 // In place.
 TM_API Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op);

@@ -257,7 +257,13 @@ void Hub::session_closed(const LinkPtr& link, const Status& why) {
     link->gone = Status(Code::peer_lost, why.message());
     link->dialled.notify_all();
   }
-  for (const auto& group : groups()) group->on_engine_gone(link->engine, why);
+  for (const auto& group : groups()) {
+    if (why.code() == Code::closed) {
+      group->abort(why);  // it is our own engine that has ended: nobody else was lost
+    } else {
+      group->on_engine_gone(link->engine, why);
+    }
+  }
 }
 
 // ---- messages

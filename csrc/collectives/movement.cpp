@@ -93,6 +93,18 @@ Status barrier(const Call& call) {
   return {};
 }
 
+Status monitored_barrier(const Call& call) {
+  const int n = call.group.size();
+  Exchange arriving(call);
+  if (call.group.rank() != 0) arriving.send(0, nullptr, 0);
+  for (int rank = 1; rank < n && call.group.rank() == 0; ++rank) arriving.receive(rank, nullptr, 0);
+  TM_TRY(arriving.wait());
+  Exchange leaving(call);
+  if (call.group.rank() != 0) leaving.receive(0, nullptr, 0);
+  for (int rank = 1; rank < n && call.group.rank() == 0; ++rank) leaving.send(rank, nullptr, 0);
+  return leaving.wait();
+}
+
 Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
   TM_TRY(check_root(call.group, root));
   if (call.group.size() == 1) return {};

@@ -1,0 +1,88 @@
+// Executor: runs tasks one after another, in the order they were submitted, on a thread of its own that starts with the
+// first task that needs it. A caller that is going to wait anyway may run its task itself when nothing is before it:
+// that saves two thread switches.
+//
+// Threads: everything is safe from any thread. stop() runs what is queued, then ends the thread.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace torch_mooncake::dist {
+
+class Executor {
+ public:
+  ~Executor() { stop(); }
+
+  // false: stopped, the task was not taken. `order`, if given, is a lock of the caller's that decides about the place
+  // in the queue; it is released as soon as the place is taken.
+  bool submit(std::function<void()> task, bool caller_waits, std::unique_lock<std::mutex>* order = nullptr) {
+    std::unique_lock lock(mutex_);
+    if (stopping_) return false;
+    if (caller_waits && tasks_.empty() && !running_) {
+      running_ = true;
+      lock.unlock();
+      if (order != nullptr) order->unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+      running_ = false;
+      cv_.notify_all();
+      return true;
+    }
+    tasks_.push_back(std::move(task));
+    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    cv_.notify_all();
+    return true;
+  }
+
+  // Returns when everything submitted before has run.
+  void drain() {
+    std::unique_lock lock(mutex_);
+    cv_.wait(lock, [&] { return tasks_.empty() && !running_; });
+  }
+
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+      cv_.notify_all();
+    }
+    if (!thread_.joinable()) return;
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
+  }
+
+ private:
+  void loop() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      cv_.wait(lock, [&] { return !running_ && (stopping_ || !tasks_.empty()); });
+      if (tasks_.empty()) return;
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      running_ = true;
+      lock.unlock();
+      task();
+      task = nullptr;  // tensors are freed without the lock
+      lock.lock();
+      running_ = false;
+      cv_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable cv_;
+  std::deque<std::function<void()>> tasks_;
+  std::thread thread_;
+  bool running_ = false;
+  bool stopping_ = false;
+};
+
+}  // namespace torch_mooncake::dist

@@ -191,7 +191,8 @@ void SessionImpl::answer_error(uint64_t id, const Status& status) {
   auto lane = control();
   if (!lane) return;
   std::string body = encode_error(status.is_ok() ? Status(Code::internal, "failed with the status ok") : status);
-  (void)lane->send_control(header_of(FrameType::error, 0, id, body.size(), 0), std::move(body));
+  auto header = header_of(FrameType::error, 0, id, body.size(), 0);
+  (void)lane->send_control(header, std::move(body));
 }
 
 void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <fstream>
 
-#include "pool/pin_slots.h"
 #include "pool/donor_fixture.h"
+#include "pool/pin_slots.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::pool;
@@ -190,6 +190,31 @@ TEST_CASE("the end of a session drops what it was writing, and only that") {
   donor->end_session(2);
   donor->end_session(2);
   CHECK(donor->announce().size() == 1);
+  check(*donor);
+}
+
+TEST_CASE("a lost connection is not a dead client: its pins and fences last until it lets go of its slot page") {
+  auto donor = make_donor(4 * MiB);
+  auto lease = donor->slots_for_client(1);
+  REQUIRE(lease.is_ok());
+  auto page = pin_page(*donor, 1);
+  const ExtentRef a = put(*donor, "a", MiB);
+  REQUIRE(page->pin(a).is_ok());
+  const TxnId txn = random_id();
+  reserve(*donor, "w", MiB, 1, txn);
+  reserve(*donor, "v", MiB, 2);
+  donor->lose_session(1);
+  donor->lose_session(2);  // has no slot page: over
+  donor->lose_session(3);
+  donor->sweep(1);
+  CHECK(donor->stats().pinned_extents == 1);
+  CHECK(donor->stats().prepared_bytes == MiB);
+  donor->drop_txn(txn);
+  CHECK(donor->stats().fenced_bytes == MiB);
+  lease = UniqueFd();  // the client is dead
+  donor->sweep(2);
+  CHECK(donor->stats().pinned_extents == 0);
+  CHECK(donor->stats().used_bytes == MiB);
   check(*donor);
 }
 

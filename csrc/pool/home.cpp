@@ -449,6 +449,7 @@ void Home::forget_donor(uint32_t donor) {
   for (const KeyHash& hash : no_more) lost(hash);
   for (auto& [hash, busy] : busy_) {
     std::erase_if(busy.op.rest, [donor](const Candidate& c) { return c.donor == donor; });
+    if (busy.phase == Phase::marking) std::erase_if(busy.olds, [donor](const Spot& s) { return s.donor == donor; });
     for (NewSpot& spot : busy.op.spots) {
       if (spot.donor != donor || spot.state != NewSpot::State::committed) continue;
       spot.state = NewSpot::State::gone;

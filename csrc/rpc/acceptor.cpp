@@ -78,11 +78,7 @@ Status Acceptor::add(Listener listener) {
 
 void Acceptor::accept_from(Door& door) {
   for (int i = 0; i < 16 && !paused_ && !closed_; ++i) {
-    if (visitors_.size() >= kMaxPending) {
-      auto oldest = visitors_.front();
-      if (steady_ns() - oldest->since_ns < kYoungMs * 1'000'000) return pause();
-      turn_away(*oldest, {Code::busy, "too many connections are waiting to prove themselves"}, false);
-    }
+    if (visitors_.size() >= kMaxPending && !make_room()) return pause();
     UniqueFd fd(::accept4(door.listener.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd.valid()) {
       admit(door, std::move(fd));
@@ -93,6 +89,15 @@ void Acceptor::accept_from(Door& door) {
       return;
     }  // else: that connection is gone already (ECONNABORTED, EINTR, network errors)
   }
+}
+
+bool Acceptor::make_room() {
+  auto silent = std::find_if(visitors_.begin(), visitors_.end(),
+                             [](auto& visitor) { return visitor->state == Visitor::State::hello; });
+  auto victim = silent != visitors_.end() ? *silent : visitors_.front();
+  if (steady_ns() - victim->since_ns < kYoungMs * 1'000'000) return false;
+  turn_away(*victim, {Code::busy, "too many connections are waiting to prove themselves"}, false);
+  return true;
 }
 
 void Acceptor::admit(Door& door, UniqueFd fd) {
@@ -153,7 +158,9 @@ UniqueFd Acceptor::release(Visitor& visitor) {
   reactor_.unwatch(visitor.watch_token, visitor.fd.get());
   ForkGuard::remove(visitor.fd.get());
   UniqueFd fd = std::move(visitor.fd);
-  std::erase_if(visitors_, [&](auto& v) { return v.get() == &visitor; });
+  for (auto* list : {&visitors_, &proven_}) {
+    std::erase_if(*list, [&](auto& v) { return v.get() == &visitor; });
+  }
   resume();
   return fd;
 }
@@ -222,6 +229,8 @@ Status Acceptor::verify(Visitor& visitor, const std::string& body) {
   Status lost{Code::peer_lost, "does not read"};
   visitor.decoder.set_stage(Stage::proven);
   visitor.state = Visitor::State::ready;
+  auto place = std::find_if(visitors_.begin(), visitors_.end(), [&](auto& v) { return v.get() == &visitor; });
+  proven_.splice(proven_.end(), visitors_, place);
   if (!claim) {  // a new session
     ByteWriter identity;
     core_->identity().encode(identity);
@@ -280,9 +289,8 @@ Status Acceptor::begin_session(Visitor& visitor, const std::string& body) {
 
 void Acceptor::close_now() {
   if (std::exchange(closed_, true)) return;
-  while (!visitors_.empty()) {
-    auto visitor = visitors_.front();
-    turn_away(*visitor, {Code::peer_lost, "closing"}, false);
+  for (auto* list : {&visitors_, &proven_}) {
+    while (!list->empty()) turn_away(*list->front(), {Code::peer_lost, "closing"}, false);
   }
   std::lock_guard lock(doors_mutex_);
   for (auto& door : doors_) {

@@ -1,6 +1,7 @@
 // Acceptor: the listening sockets of an endpoint, and the connections that have not proven themselves yet. Everything
-// runs on one I/O thread and never waits; a connection has 2 s to become a lane, and there are at most 64 of them: when
-// one more comes, the oldest goes (younger than 100 ms it may be honest, and the newcomer waits in the kernel's queue).
+// runs on one I/O thread and never waits; a connection has 2 s to become a lane, and at most 64 of them have proven
+// nothing: when one more comes, the oldest goes, a silent one before one that has said hello (younger than 100 ms it
+// may be honest, and the newcomer waits in the kernel's queue).
 #pragma once
 
 #include <list>
@@ -37,6 +38,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   };
 
   void accept_from(Door& door);
+  bool make_room();  // false: all are young
   void admit(Door& door, UniqueFd fd);
   void pause();
   void resume();
@@ -55,7 +57,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   // I/O thread only, but for add().
   std::mutex doors_mutex_;
   std::vector<std::shared_ptr<Door>> doors_;
-  std::list<std::shared_ptr<Visitor>> visitors_;  // oldest first
+  std::list<std::shared_ptr<Visitor>> visitors_;  // have proven nothing; oldest first
+  std::list<std::shared_ptr<Visitor>> proven_;    // wait for READY
   std::map<Id128, Candidate> candidates_;
   bool paused_ = false;
   bool closed_ = false;

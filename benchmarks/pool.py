@@ -1,0 +1,207 @@
+"""The pool on one host: what another process put, read zero-copy; puts against a plain copy; what idling costs.
+
+    python benchmarks/pool.py [--json FILE] [--quick]
+
+Uses a node of its own (its own runtime folder), which is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import GiB, MiB, Raw, Row, Table, gbps, main, other_process, repeat, run_python
+
+PUT_SIZES = ((4 << 10, 1000), (64 << 10, 500), (MiB, 200), (16 * MiB, 20), (256 * MiB, 1))
+
+
+def writer(pipe: Any) -> None:
+    """Puts what it is asked for: (key, number of bytes)."""
+    import torch
+
+    import torch_mooncake as tm
+
+    while (order := pipe.recv()) is not None:
+        key, nbytes = order
+        tm.put(key, torch.full((nbytes // 4,), 1.0), timeout=120)
+        pipe.send(True)
+    tm.close()
+
+
+def zero_copy(table: Table, pipe: Any, n: int, nbytes: int) -> None:
+    """A tensor that another process put: how long the get takes, and a full read of it."""
+    import torch
+
+    import torch_mooncake as tm
+
+    torch.set_num_threads(1)
+    local = torch.full((nbytes // 4,), 1.0)
+    size = f"{nbytes >> 20} MiB"
+    gets: dict[bool, list[float]] = {False: [], True: []}
+    sums: dict[bool, list[float]] = {False: [], True: []}
+    warm: list[float] = []
+    tm.get("big")  # the segment is mapped once
+    for i in range(n):
+        pipe.send((f"fresh{i % 2}", nbytes))
+        pipe.recv()
+        warm += [1e3 * s for s in repeat(1, local.sum)]
+        for readonly in (True, False):
+            start = time.perf_counter()
+            tensor = tm.get(f"fresh{i % 2}", readonly=readonly)
+            got = time.perf_counter()
+            total = float(tensor.sum())
+            summed = time.perf_counter()
+            assert total == nbytes // 4
+            gets[readonly].append((got - start) * 1e3)
+            sums[readonly].append((summed - got) * 1e3)
+            del tensor
+    table.measured(f"get of {size} put by another process", gets[False], "ms", limit=1.0, at_least=False)
+    table.measured(f"get of {size}, readonly", gets[True], "ms", limit=1.0, at_least=False)
+    huge = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    allowed = not any(f"[{word}]" in huge for word in ("never", "deny"))
+    for readonly, name in ((False, "sum over it"), (True, "sum over it, readonly")):
+        table.measured(
+            f"{name} ({size})",
+            sums[readonly],
+            "ms",
+            against="sum of a warm local tensor",
+            baseline=warm,
+            ratio_limit=1.1 if readonly or allowed else 1.6,
+            at_least=False,
+            note="" if readonly else f"shared huge pages {'allowed' if allowed else 'not allowed'}",
+        )
+
+
+def puts_and_gets(table: Table, raw: Raw, n: int, quick: bool) -> None:
+    import torch
+
+    import torch_mooncake as tm
+
+    for nbytes, count in PUT_SIZES:
+        count = max(1, count // 5) if quick else count
+        bound = raw.copy_bound(max(nbytes, MiB), 2, n) if nbytes >= 16 * MiB else None
+        against = "copy bound, 2 threads" if bound else ""
+        sources = [torch.full((nbytes,), i % 251, dtype=torch.uint8) for i in range(min(count, max(1, GiB // nbytes)))]
+        keys = [f"put/{nbytes}/{i}" for i in range(count)]
+        out = torch.empty(nbytes, dtype=torch.uint8)
+
+        def put_all(keys: list[str] = keys, sources: list[torch.Tensor] = sources) -> None:
+            for i, key in enumerate(keys):
+                tm.put(key, sources[i % len(sources)])
+
+        def get_all(keys: list[str] = keys, out: torch.Tensor = out) -> None:
+            for key in keys:
+                tm.get(key, out=out)
+
+        def map_all(keys: list[str] = keys) -> None:
+            tm.get_many(keys, readonly=True)
+
+        size = f"{nbytes >> 20} MiB" if nbytes >= MiB else f"{nbytes >> 10} KiB"
+        target = 0.7 if nbytes == 256 * MiB else None
+        speeds = gbps(nbytes * count, repeat(n, put_all))
+        table.measured(f"put {size} x {count}", speeds, "GB/s", against=against, baseline=bound, ratio_limit=target)
+        speeds = gbps(nbytes * count, repeat(n, get_all))
+        table.measured(f"get {size} x {count}, out=", speeds, "GB/s", against=against, baseline=bound)
+        per_key = [s / count * 1e6 for s in repeat(n, map_all)]
+        table.measured(f"get_many {size} x {count}, readonly", per_key, "us/key")
+        tm.delete(keys)
+
+
+def latencies(table: Table, n: int) -> None:
+    import torch
+
+    import torch_mooncake as tm
+
+    small = torch.zeros(1024)
+    calls: dict[str, Callable[[], Any]] = {
+        "put 4 KiB, one at a time": lambda: tm.put("small", small),
+        "get 4 KiB, one at a time": lambda: tm.get("small"),
+        "exists, one at a time": lambda: tm.exists("small"),
+    }
+    for name, call in calls.items():
+        medians = [statistics.median(repeat(n * 40, call)) * 1e6 for _ in range(5)]
+        table.measured(f"{name}, p50", medians, "us")
+    keys = [f"missing{i}" for i in range(1000)]
+    table.measured("exists of 1000 keys", [s * 1e3 for s in repeat(n, lambda: tm.exists(keys))], "ms")
+
+
+def idle(table: Table, runtime_dir: str, seconds: float) -> None:
+    """Memory and CPU of the node while nobody talks to it."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and runtime_dir in (entry / "cmdline").read_text(errors="replace"):
+                pids.append(int(entry.name))
+        except OSError:
+            continue
+
+    def cpu() -> float:
+        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
+        return sum(int(t) for pair in ticks for t in pair) / os.sysconf("SC_CLK_TCK")
+
+    def anonymous() -> float:
+        lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+        return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+    before = cpu()
+    time.sleep(seconds)
+    used = (cpu() - before) / seconds * 100
+    memory = anonymous()
+    table.measured("idle node, anonymous memory", [memory], "MiB", limit=20.0, at_least=False, note="keeper + worker")
+    table.measured("idle node, CPU", [used], "%", limit=0.5, at_least=False)
+
+
+def imports(table: Table, n: int) -> None:
+    code = "import time, sys; {before}t = time.perf_counter(); import {what}; print(time.perf_counter() - t)"
+
+    def seconds(what: str, before: str = "") -> list[float]:
+        return [float(run_python(code.format(what=what, before=before))) for _ in range(n)]
+
+    table.measured("import torch_mooncake", seconds("torch_mooncake"), "s", limit=0.3, at_least=False)
+    table.measured(
+        "import torch_mooncake.verbs after torch",
+        seconds("torch_mooncake.verbs", "import torch; "),
+        "s",
+        limit=0.3,
+        at_least=False,
+        note="with the native core",
+    )
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    n = 3 if args.quick else 9
+    table = Table("Pool, one host")
+    imports(table, n)
+    runtime_dir = tempfile.mkdtemp(prefix="tm-bench-", dir="/tmp")
+    os.environ.update(TM_RUNTIME_DIR=runtime_dir, TM_POOL="bench", TM_LINGER_S="0", TM_MEMORY="4GiB")
+    for name in ("TM_TOKEN", "TM_ADDRESS", "TM_HOST_ID"):
+        os.environ.pop(name, None)
+    import torch_mooncake as tm
+
+    raw = Raw()
+    try:
+        tm.init()
+        with other_process(writer) as pipe:
+            big = 256 * MiB if args.quick else GiB
+            pipe.send(("big", big))
+            pipe.recv()
+            zero_copy(table, pipe, n, big)
+            tm.delete(["big", "fresh0", "fresh1"])
+        puts_and_gets(table, raw, n, args.quick)
+        latencies(table, n)
+        idle(table, runtime_dir, 3 if args.quick else 20)
+    finally:
+        tm.close()
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+    return table.rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(__doc__ or "", run))

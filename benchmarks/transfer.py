@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     table = Table("Transfer engine, two processes")
     copy = raw.copy_bound(64 * MiB, 2, n)
     table.measured("memory copy, 2 threads (copy bound)", copy, "GB/s")
-    baselines = {path: ("copy, 2 threads", copy) for path in PATHS}
+    baselines = dict.fromkeys(PATHS, ("copy, 2 threads", copy))
     for path in ("unix", "tcp"):
         speeds = raw.socket_loop(256 * MiB, 2, n, unix=path == "unix")
         table.measured(f"raw {path} sockets, 2 connections", speeds, "GB/s")

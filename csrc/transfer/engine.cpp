@@ -169,9 +169,9 @@ Result<RegionPtr> EngineImpl::register_memory(void* data, uint64_t nbytes, Regio
 Result<RegionPtr> EngineImpl::register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset,
                                                uint64_t nbytes, RegionOptions options) {
   if (!segment) return Status(Code::invalid_argument, "no segment given");
-  if (offset > segment->size() || nbytes > segment->size() - offset)
+  if (offset > segment->capacity() || nbytes > segment->capacity() - offset)
     return Status(Code::out_of_bounds, "bytes " + std::to_string(offset) + " + " + std::to_string(nbytes) +
-                                           " leave a segment of " + std::to_string(segment->size()) + " bytes");
+                                           " leave a segment of " + std::to_string(segment->capacity()) + " bytes");
   TM_ASSIGN(auto mapping, segment->map(Protection::read_write));
   struct Keep {
     MappingPtr mapping;

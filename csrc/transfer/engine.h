@@ -148,7 +148,8 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   virtual const Id128& id() const = 0;
 
   virtual Result<RegionPtr> register_memory(void* data, uint64_t nbytes, RegionOptions options) = 0;
-  // Part of a shared segment: same-host peers map it instead of asking for copies.
+  // Part of a shared segment: same-host peers map it instead of asking for copies. It may reach up to the segment's
+  // capacity, before that has grown so far: whoever hands out slices of it keeps them within size().
   virtual Result<RegionPtr> register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset, uint64_t nbytes,
                                              RegionOptions options) = 0;
   // No new access from now on; returns when no byte can land or be read any more, else `busy` naming the peer.

@@ -11,7 +11,7 @@
 
 namespace torch_mooncake::pool {
 
-using NodeId = Id128;  // random per worker start: an incarnation
+using NodeId = Id128;  // names a node's memory: stays over restarts of its worker, new with new memory
 using TxnId = Id128;
 using SessionId = uint64_t;
 

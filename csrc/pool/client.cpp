@@ -1,0 +1,312 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+
+#include "common/log.h"
+#include "pool/client_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+constexpr size_t kLookupBatch = 8192;
+constexpr int64_t kAskMs = 10'000;  // one round of a long wait
+
+uint32_t timeout_ms(Deadline deadline) {
+  return static_cast<uint32_t>(deadline.is_never() ? int64_t{24} * 3600 * 1000 : deadline.remaining_ms());
+}
+
+}  // namespace
+
+Result<ClientPtr> Client::connect(ClientOptions options, Deadline deadline) {
+  auto client = std::make_shared<ClientImpl>(std::move(options));
+  TM_TRY(client->start(deadline));
+  return ClientPtr(std::move(client));
+}
+
+ClientImpl::ClientImpl(ClientOptions options) : options_(std::move(options)), pid_(::getpid()) {}
+
+Status ClientImpl::start(Deadline deadline) {
+  engine_ = options_.engine;
+  if (!engine_) {
+    EngineOptions engine_options;
+    engine_options.rpc.name = options_.name;
+    engine_options.rpc.role = "client";
+    engine_options.rpc.token = options_.token;
+    engine_options.rpc.host_id = options_.host_id;
+    TM_ASSIGN(engine_, Engine::create(engine_options));
+    own_engine_ = true;
+  }
+  host_id_ = engine_->rpc().self().host_id;
+  TM_ASSIGN(auto link, Link::open({engine_, options_.name, host_id_}, options_.node_address, deadline));
+  std::lock_guard lock(mutex_);
+  view_ = link->first_view();
+  links_[link->node()] = link;
+  local_ = std::move(link);
+  return {};
+}
+
+Status ClientImpl::usable() const {
+  if (::getpid() != pid_) return {Code::forked, "this client belongs to the parent process: connect anew"};
+  if (closed_) return {Code::closed, "the client is closed"};
+  return {};
+}
+
+bool ClientImpl::alive() const {
+  std::lock_guard lock(mutex_);
+  return !closed_ && local_ && local_->alive();
+}
+
+void ClientImpl::close() {
+  if (closed_.exchange(true)) return;
+  std::map<NodeId, LinkPtr> links;
+  LinkPtr local;
+  {
+    std::lock_guard lock(mutex_);
+    links.swap(links_);
+    local.swap(local_);
+  }
+  // In a forked child the parent's session is not ours to end. Mapped objects keep their link, and it the engine.
+  if (::getpid() != pid_) {
+    static auto* kept = new std::vector<LinkPtr>;
+    for (auto& [id, link] : links) kept->push_back(std::move(link));
+  }
+}
+
+bool ClientImpl::passing(const Status& status) {
+  return status.code() == Code::peer_lost || status.code() == Code::pool_unavailable || status.code() == Code::io ||
+         status.code() == Code::closed;
+}
+
+// --- connections ---
+
+Result<LinkPtr> ClientImpl::local(Deadline deadline) {
+  TM_TRY(usable());
+  {
+    std::lock_guard lock(mutex_);
+    if (local_ && local_->alive()) return local_;
+  }
+  std::lock_guard connecting(connect_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    if (local_ && local_->alive()) return local_;
+  }
+  TM_ASSIGN(auto link, Link::open({engine_, options_.name, host_id_}, options_.node_address, deadline));
+  std::lock_guard lock(mutex_);
+  TM_TRY(usable());
+  if (link->first_view().lineage != view_.lineage || link->first_view().number > view_.number)
+    view_ = link->first_view();
+  links_[link->node()] = link;
+  local_ = link;
+  return link;
+}
+
+Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
+  TM_ASSIGN(auto local_link, local(deadline));
+  if (local_link->node() == node) return local_link;
+  NodeInfo info;
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto it = links_.find(node); it != links_.end()) {
+      if (it->second->alive()) return it->second;
+      links_.erase(it);
+    }
+    const NodeInfo* found = view_.find(node);
+    if (!found) return {Code::peer_lost, "the node that holds this is not in the view"};
+    info = *found;
+  }
+  std::lock_guard connecting(connect_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto it = links_.find(node); it != links_.end() && it->second->alive()) return it->second;
+  }
+  // On this host a Unix socket; elsewhere that path is somebody else's, so never.
+  Status last(Code::peer_lost, "a node of the pool listens on no address that can be reached from here");
+  const bool same_host = info.host_id == host_id_;
+  std::stable_sort(info.addresses.begin(), info.addresses.end(), [](const std::string& a, const std::string& b) {
+    return a.starts_with("unix://") > b.starts_with("unix://");
+  });
+  for (const std::string& address : info.addresses) {
+    if (address.starts_with("unix://") && !same_host) continue;
+    auto opened = Link::open({engine_, options_.name, host_id_}, address, deadline);
+    if (opened.is_ok() && (*opened)->node() != node) opened = Status(Code::peer_lost, "another node answers there");
+    if (!opened.is_ok()) {
+      last = opened.status().with(address);
+      continue;
+    }
+    std::lock_guard lock(mutex_);
+    TM_TRY(usable());
+    return links_[node] = std::move(opened).value();
+  }
+  return last;
+}
+
+Result<View> ClientImpl::view() {
+  std::lock_guard lock(mutex_);
+  return view_;
+}
+
+Result<LinkPtr> ClientImpl::home(Deadline deadline) {
+  TM_ASSIGN(auto local_link, local(deadline));
+  TM_ASSIGN(const View now, view());
+  return link(now.home, deadline);
+}
+
+Status ClientImpl::refresh_view(Deadline deadline) {
+  TM_ASSIGN(auto node, local(deadline));
+  TM_ASSIGN(View fresh, node->call<View>(kView, Empty{}, min(deadline, Deadline::after_ms(2000))));
+  std::lock_guard lock(mutex_);
+  if (fresh.lineage != view_.lineage || fresh.number > view_.number) view_ = std::move(fresh);
+  return {};
+}
+
+PutHead ClientImpl::head(const View& view, std::string_view key, Deadline deadline) const {
+  PutHead h;
+  h.view = view.number;
+  h.shard = shard_of(hash_key(key, view.seed));
+  h.key = key;
+  h.timeout_ms = timeout_ms(deadline);
+  return h;
+}
+
+// --- questions ---
+
+Result<std::vector<LookupEntry>> ClientImpl::look_up(std::span<const std::string> keys, LookupCall shape,
+                                                     Deadline deadline) {
+  std::vector<LookupEntry> all;
+  while (all.size() < keys.size()) {
+    auto answer = with_retries(deadline, [&]() -> Result<LookupAnswer> {
+      TM_ASSIGN(auto node, home(deadline));
+      TM_ASSIGN(const View now, view());
+      shape.view = now.number;
+      shape.timeout_ms = timeout_ms(deadline);
+      shape.keys.clear();
+      for (size_t i = all.size(); i < keys.size() && shape.keys.size() < kLookupBatch; ++i)
+        shape.keys.push_back({shard_of(hash_key(keys[i], now.seed)), keys[i]});
+      return node->call<LookupAnswer>(kLookup, shape, deadline);
+    });
+    if (!answer.is_ok()) return answer.status();
+    if (answer->entries.empty() || answer->entries.size() > shape.keys.size())
+      return {Code::internal, "a lookup was answered with the wrong number of entries"};
+    std::move(answer->entries.begin(), answer->entries.end(), std::back_inserter(all));
+  }
+  return all;
+}
+
+Result<std::vector<bool>> ClientImpl::exists(std::span<const std::string> keys, Deadline deadline) {
+  TM_TRY(usable());
+  TM_ASSIGN(auto entries, look_up(keys, {}, deadline));
+  std::vector<bool> out;
+  for (const LookupEntry& e : entries) out.push_back(e.found);
+  return out;
+}
+
+Result<bool> ClientImpl::remove(std::string_view key, Deadline deadline) {
+  TM_TRY(usable());
+  bool asked = false;  // an earlier attempt may have removed it
+  auto answer = with_retries(deadline, [&]() -> Result<RemoveAnswer> {
+    TM_ASSIGN(auto node, home(deadline));
+    TM_ASSIGN(const View now, view());
+    KeyCall call;
+    call.view = now.number;
+    call.shard = shard_of(hash_key(key, now.seed));
+    call.key = key;
+    call.timeout_ms = timeout_ms(deadline);
+    auto removed = node->call<RemoveAnswer>(kRemove, call, deadline);
+    if (removed.is_ok()) removed->removed = removed->removed || asked;
+    asked = asked || removed.status().code() == Code::peer_lost;
+    return removed;
+  });
+  if (!answer.is_ok()) return answer.status();
+  return answer->removed;
+}
+
+Result<std::vector<std::string>> ClientImpl::keys(std::string_view prefix, Deadline deadline) {
+  TM_TRY(usable());
+  return with_retries(deadline, [&]() -> Result<std::vector<std::string>> {
+    TM_TRY(refresh_view(deadline));
+    TM_ASSIGN(const View now, view());
+    std::set<std::string> all;
+    for (const NodeInfo& info : now.nodes) {
+      TM_ASSIGN(auto node, link(info.id, deadline));
+      KeysCall call;
+      call.view = now.number;
+      call.prefix = prefix;
+      for (bool more = true; more;) {
+        TM_ASSIGN(KeysAnswer answer, node->call<KeysAnswer>(kKeys, call, deadline));
+        more = answer.more && !answer.keys.empty();
+        if (more) call.after = answer.keys.back();
+        all.insert(std::make_move_iterator(answer.keys.begin()), std::make_move_iterator(answer.keys.end()));
+      }
+    }
+    return std::vector<std::string>(all.begin(), all.end());
+  });
+}
+
+Result<ObjectPtr> ClientImpl::wait(std::string_view key, const GetOptions& options, Deadline deadline) {
+  TM_TRY(usable());
+  const std::string keys[] = {std::string(key)};
+  LookupCall shape;
+  shape.describe = shape.present = true;
+  shape.at_least = options.at_least;
+  for (;;) {
+    const Deadline round = min(deadline, Deadline::after_ms(kAskMs));
+    auto entries = look_up(keys, shape, round);
+    if (entries.is_ok()) {
+      auto object = std::move(build(keys, std::move(entries).value(), deadline)[0]);
+      if (object.is_ok() && (options.label.empty() || (*object)->info().label == options.label)) return object;
+      if (!object.is_ok() && object.status().code() != Code::key_not_found) return object.status();
+      if (object.is_ok())
+        shape.at_least = Version{(*object)->info().version.view, (*object)->info().version.counter + 1};
+    } else if (entries.status().code() != Code::deadline_exceeded) {
+      return entries.status();
+    }
+    TM_TRY(usable());
+    if (deadline.expired()) return {Code::deadline_exceeded, "waiting for key '" + keys[0] + "'"};
+  }
+}
+
+Result<PoolStats> ClientImpl::stat(Deadline deadline) {
+  TM_TRY(usable());
+  return with_retries(deadline, [&]() -> Result<PoolStats> {
+    TM_TRY(refresh_view(deadline));
+    TM_ASSIGN(const View now, view());
+    PoolStats stats;
+    stats.view = now.number;
+    for (const NodeInfo& info : now.nodes) {
+      TM_ASSIGN(auto node, link(info.id, deadline));
+      TM_ASSIGN(StatAnswer a, node->call<StatAnswer>(kStat, Empty{}, deadline));
+      stats.keys += a.keys;
+      stats.nodes.push_back({info.id, info.addresses.empty() ? "" : info.addresses[0], info.host_id, a.limit_bytes,
+                             a.used_bytes, a.limbo_bytes, a.prepared_bytes, a.extents, a.evictions, a.pinned,
+                             a.is_home});
+      stats.client_maps += node->maps();
+      stats.client_mapped_bytes += node->mapped_bytes();
+    }
+    return stats;
+  });
+}
+
+std::vector<iovec> take_front(std::vector<iovec>& v, uint64_t nbytes) {
+  std::vector<iovec> front;
+  size_t used = 0;
+  for (; used < v.size() && nbytes > 0; ++used) {
+    const uint64_t n = std::min<uint64_t>(nbytes, v[used].iov_len);
+    front.push_back({v[used].iov_base, n});
+    nbytes -= n;
+    if (n == v[used].iov_len) continue;
+    v[used].iov_base = static_cast<std::byte*>(v[used].iov_base) + n;
+    v[used].iov_len -= n;
+    break;
+  }
+  v.erase(v.begin(), v.begin() + static_cast<ptrdiff_t>(used));
+  return front;
+}
+
+uint64_t total_bytes(std::span<const iovec> v) {
+  uint64_t n = 0;
+  for (const iovec& part : v) n += part.iov_len;
+  return n;
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,296 @@
+// locate, read, map.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+
+#include "common/crc32c.h"
+#include "memory/copy.h"
+#include "pool/client_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+constexpr uint64_t kMapBytes = 256 << 10;  // smaller objects are copied faster than they are mapped privately
+
+Status missing(std::string_view key) { return {Code::key_not_found, "key '" + std::string(key) + "'"}; }
+
+uint64_t page_up(uint64_t n) { return (n + kPageBytes - 1) / kPageBytes * kPageBytes; }
+
+// Pins, address range and budget of one mapped object: all go with the last pointer to it.
+struct Stitched {
+  std::vector<LinkPtr> links;  // one a part
+  std::vector<std::pair<Link*, uint32_t>> pins;
+  std::vector<MappingPtr> maps;
+  Link* budget = nullptr;
+  uint64_t budget_bytes = 0;
+  std::byte* range = nullptr;  // ours to unmap
+  uint64_t range_bytes = 0;
+  ~Stitched() {
+    if (range) ::munmap(range, range_bytes);
+    for (auto& [link, slot] : pins) link->pins().unpin(slot);
+    if (budget) budget->release_map(budget_bytes);
+  }
+};
+
+}  // namespace
+
+// --- locate ---
+
+std::vector<Result<ObjectPtr>> ClientImpl::locate_many(std::span<const std::string> keys, Deadline deadline) {
+  auto all = [&](const Status& s) { return std::vector<Result<ObjectPtr>>(keys.size(), Result<ObjectPtr>(s)); };
+  if (const Status s = usable(); !s.is_ok()) return all(s);
+  LookupCall shape;
+  shape.describe = true;
+  auto entries = look_up(keys, shape, deadline);
+  if (!entries.is_ok()) return all(entries.status());
+  return build(keys, std::move(entries).value(), deadline);
+}
+
+Result<ObjectPtr> ClientImpl::locate(std::string_view key, const GetOptions& options, Deadline deadline) {
+  const std::string keys[] = {std::string(key)};
+  auto object = std::move(locate_many(keys, deadline)[0]);
+  if (!object.is_ok()) return object;
+  const ObjectInfo& info = (*object)->info();
+  if (options.at_least && info.version < *options.at_least)
+    return {Code::key_not_found, "key '" + keys[0] + "' has only an older version"};
+  if (!options.label.empty() && info.label != options.label)
+    return {Code::key_not_found,
+            "key '" + keys[0] + "' has version label '" + info.label + "', not '" + options.label + "'"};
+  return object;
+}
+
+Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries,
+                                      Deadline deadline) {
+  std::map<NodeId, std::vector<std::pair<Place*, const std::string*>>> wanted;
+  for (size_t i = 0; i < entries.size(); ++i)
+    for (Place& place : entries[i].places)
+      if (!place.description) wanted[place.at.node].emplace_back(&place, &keys[i]);
+  Status last;
+  for (auto& [id, places] : wanted) {
+    auto node = link(id, deadline);
+    if (!node.is_ok()) {
+      last = node.status();
+      continue;
+    }
+    for (size_t at = 0; at < places.size();) {
+      DescribeCall call;
+      for (size_t i = at; i < places.size() && call.extents.size() < 8192; ++i)
+        call.extents.push_back({*places[i].second, places[i].first->at.extent});
+      auto answer = (*node)->call<DescribeAnswer>(kDescribe, call, deadline);
+      if (!answer.is_ok() || answer->descriptions.empty() || answer->descriptions.size() > call.extents.size()) {
+        last = answer.is_ok() ? Status(Code::internal, "describe: wrong number of answers") : answer.status();
+        break;
+      }
+      for (auto& d : answer->descriptions) places[at++].first->description = std::move(d);
+    }
+  }
+  return last;
+}
+
+std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> keys, std::vector<LookupEntry> entries,
+                                                 Deadline deadline) {
+  std::vector<Result<ObjectPtr>> out;
+  out.reserve(keys.size());
+  std::map<NodeId, bool> mapped;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, link] : links_) mapped[id] = link->mapped() && link->alive();
+  }
+  // What has gone between the home's answer and the donor's is looked up again, as is what a silent donor holds.
+  const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
+  std::vector<size_t> again;
+  const Status elsewhere = describe_elsewhere(keys, entries, deadline);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    LookupEntry& e = entries[i];
+    if (!e.found) {
+      out.emplace_back(missing(keys[i]));
+      continue;
+    }
+    auto object = std::make_shared<ObjectImpl>();
+    ObjectInfo& info = object->info_;
+    info.key = keys[i];
+    info.kind = e.kind;
+    info.version = e.version;
+    object->parts_.resize(e.parts);
+    object->local_ = true;
+    std::vector<bool> described(e.parts), here(e.parts);
+    for (Place& place : e.places) {
+      if (place.part >= e.parts || !place.description) continue;
+      Description& d = *place.description;
+      ObjectPart& part = object->parts_[place.part];
+      if (!described[place.part]) {
+        part.nbytes = d.nbytes;
+        part.crc32c = d.crc32c;
+        if (place.part == 0) {
+          info.meta = std::move(d.meta);
+          info.label = std::move(d.label);
+        }
+      }
+      described[place.part] = true;
+      const bool is_here = mapped[place.at.node];
+      Replica replica{place.at.node, place.at.extent, std::move(d.pieces)};
+      part.replicas.insert(is_here ? part.replicas.begin() : part.replicas.end(), std::move(replica));
+      here[place.part] = here[place.part] || is_here;
+    }
+    if (!std::all_of(described.begin(), described.end(), [](bool b) { return b; })) {
+      again.push_back(i);
+      out.emplace_back(elsewhere.is_ok() ? missing(keys[i]) : elsewhere.with("key '" + keys[i] + "'"));
+      continue;
+    }
+    for (size_t p = 0; p < object->parts_.size(); ++p) {
+      object->parts_[p].offset = info.nbytes;
+      info.nbytes += object->parts_[p].nbytes;
+      object->local_ = object->local_ && here[p];
+    }
+    info.replicas = object->parts_[0].replicas;
+    info.has_crc = e.parts == 1 && object->parts_[0].crc32c.has_value();
+    info.crc32c = info.has_crc ? *object->parts_[0].crc32c : 0;
+    out.emplace_back(ObjectPtr(std::move(object)));
+  }
+  if (again.empty() || until.remaining_ns() < 5'000'000 || !usable().is_ok()) return out;
+  timespec pause{0, 5'000'000};
+  nanosleep(&pause, nullptr);
+  std::vector<std::string> some;
+  for (size_t i : again) some.push_back(keys[i]);
+  LookupCall shape;
+  shape.describe = true;
+  auto fresh = look_up(some, shape, until);
+  if (!fresh.is_ok()) {
+    for (size_t i : again) out[i] = fresh.status();
+    return out;
+  }
+  auto rebuilt = build(some, std::move(fresh).value(), until);
+  for (size_t n = 0; n < again.size(); ++n) out[again[n]] = std::move(rebuilt[n]);
+  return out;
+}
+
+// --- read ---
+
+Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
+  TM_TRY(usable());
+  const auto& o = static_cast<const ObjectImpl&>(*object);
+  const uint64_t nbytes = total_bytes(out);
+  if (offset > o.info_.nbytes || nbytes > o.info_.nbytes - offset)
+    return {Code::out_of_bounds, "bytes " + std::to_string(offset) + " to " + std::to_string(offset + nbytes) +
+                                     " of an object of " + std::to_string(o.info_.nbytes)};
+  std::vector<iovec> left(out.begin(), out.end());
+  for (const ObjectPart& part : o.parts_) {
+    if (offset >= part.offset + part.nbytes) continue;
+    const uint64_t from = offset - part.offset;
+    const auto piece = take_front(left, part.nbytes - from);
+    const uint64_t n = total_bytes(piece);
+    if (n == 0) break;
+    TM_TRY(read_part(part, from, piece, deadline));
+    if (part.crc32c && n == part.nbytes) {
+      uint32_t crc = 0;
+      for (const iovec& v : piece) crc = crc32c(v.iov_base, v.iov_len, crc);
+      if (crc != *part.crc32c) return {Code::corrupt, "checksum of key '" + o.info_.key + "' does not match"};
+    }
+    offset += n;
+  }
+  return {};
+}
+
+Status ClientImpl::read_part(const ObjectPart& part, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
+  Status last(Code::key_not_found, "no replica is left");
+  for (const Replica& replica : part.replicas) {
+    auto node = link(replica.node, deadline);
+    last = node.is_ok() ? (*node)->read(replica.extent, replica.pieces, offset, out, deadline) : node.status();
+    if (last.is_ok()) return last;
+    if (last.code() != Code::key_not_found && !passing(last)) return last;
+  }
+  if (last.code() == Code::key_not_found) return {Code::key_not_found, "superseded: look it up again"};
+  return last;
+}
+
+// --- map ---
+
+Status ClientImpl::check_crc(const ObjectImpl& object, const std::byte* data) const {
+  for (const ObjectPart& part : object.parts_)
+    if (part.crc32c && crc32c(data + part.offset, part.nbytes) != *part.crc32c)
+      return {Code::corrupt, "checksum of key '" + object.info_.key + "' does not match"};
+  return {};
+}
+
+Result<MappedObject> ClientImpl::map(const ObjectPtr& object, bool read_only, Deadline deadline) {
+  TM_TRY(usable());
+  const auto& o = static_cast<const ObjectImpl&>(*object);
+  TM_ASSIGN(auto mapped, map_local(o, read_only));
+  if (mapped) {
+    TM_TRY(check_crc(o, mapped->data.get()));
+    return std::move(*mapped);
+  }
+  const uint64_t nbytes = o.info_.nbytes;
+  auto* memory = static_cast<std::byte*>(
+      std::aligned_alloc(nbytes < 65536 ? 64 : kPageBytes, page_up(std::max<uint64_t>(nbytes, 1))));
+  if (!memory) return {Code::pool_full, "no memory for a copy of " + std::to_string(nbytes) + " bytes"};
+  std::shared_ptr<std::byte> data(memory, [](std::byte* p) { std::free(p); });
+  const iovec v{memory, nbytes};
+  TM_TRY(read(object, 0, std::span(&v, nbytes ? 1 : 0), deadline));
+  return MappedObject{std::move(data), nbytes, false};
+}
+
+// None: to be copied (small, remote, over budget, not page aligned).
+Result<std::optional<MappedObject>> ClientImpl::map_local(const ObjectImpl& object, bool read_only) {
+  const std::optional<MappedObject> copy_it;
+  const uint64_t nbytes = object.info_.nbytes;
+  if (!object.local_ || nbytes < (read_only ? kSlabLimit : kMapBytes)) return copy_it;
+  struct Source {
+    LinkPtr link;
+    const Replica* replica;
+  };
+  std::vector<Source> sources;
+  std::vector<std::pair<LinkPtr, Piece>> pieces;
+  {
+    std::lock_guard lock(mutex_);
+    for (const ObjectPart& part : object.parts_) {
+      if (part.nbytes == 0) continue;
+      const auto it = part.replicas.empty() ? links_.end() : links_.find(part.replicas[0].node);
+      if (it == links_.end() || !it->second->mapped()) return copy_it;
+      sources.push_back({it->second, &part.replicas[0]});
+      for (const Piece& piece : part.replicas[0].pieces) pieces.emplace_back(it->second, piece);
+    }
+  }
+  // All but the last piece must fill their pages, and all begin on one.
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& p = pieces[i].second;
+    if (p.offset % kPageBytes != 0 || (i + 1 < pieces.size() && p.nbytes % kPageBytes != 0)) return copy_it;
+  }
+  auto owner = std::make_shared<Stitched>();
+  if (!sources[0].link->take_map(nbytes)) return copy_it;
+  owner->budget = sources[0].link.get();
+  owner->budget_bytes = nbytes;
+  for (const Source& source : sources) owner->links.push_back(source.link);
+  for (const Source& source : sources) {
+    auto slot = source.link->pins().pin(source.replica->extent);
+    if (!slot.is_ok() && slot.status().code() == Code::busy) return copy_it;
+    if (!slot.is_ok()) return Status(Code::key_not_found, "superseded: look it up again");
+    owner->pins.emplace_back(source.link.get(), *slot);
+  }
+  std::byte* data = nullptr;
+  if (read_only && pieces.size() == 1) {
+    const auto& [link, piece] = pieces[0];
+    owner->maps.push_back(link->read_map(piece.segment));
+    data = const_cast<std::byte*>(link->read_only(piece));
+  } else {
+    const uint64_t range = page_up(nbytes);
+    void* at = ::mmap(nullptr, range, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return copy_it;  // no address space or too many maps: a copy needs less
+    owner->range = data = static_cast<std::byte*>(at);
+    owner->range_bytes = range;
+    std::byte* next = data;
+    for (const auto& [link, piece] : pieces) {
+      const uint64_t n = page_up(piece.nbytes);
+      void* got = ::mmap(next, n, read_only ? PROT_READ : PROT_READ | PROT_WRITE,
+                         (read_only ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED, link->segment(piece.segment)->fd(),
+                         static_cast<off_t>(piece.offset));
+      if (got == MAP_FAILED) return copy_it;
+      next += n;
+    }
+  }
+  return std::optional<MappedObject>{MappedObject{std::shared_ptr<std::byte>(owner, data), nbytes, true}};
+}
+
+}  // namespace torch_mooncake::pool

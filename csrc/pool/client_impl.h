@@ -1,0 +1,124 @@
+// The one implementation of Client. client.cpp: life cycle, connections, view, questions; client_put.cpp: put;
+// client_get.cpp: locate, read, map.
+//
+// A client asks its own node for the view and then talks to donors and to the home itself: one hop, and a busy or
+// stopped node in between can delay nobody. Connections are made when they are needed and again when they broke.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "pool/client.h"
+#include "pool/client_link.h"
+
+namespace torch_mooncake::pool {
+
+// How long a call goes on trying to reach a node that answered once (its worker may be starting again).
+inline constexpr int64_t kReconnectMs = 10'000;
+
+struct ObjectPart {
+  uint64_t offset = 0, nbytes = 0;
+  std::optional<uint32_t> crc32c;
+  std::vector<Replica> replicas;
+};
+
+class ObjectImpl final : public Object {
+ public:
+  ObjectInfo info_;
+  std::vector<ObjectPart> parts_;
+  bool local_ = false;
+  const ObjectInfo& info() const override { return info_; }
+  bool local() const override { return local_; }
+};
+
+class ClientImpl final : public Client, public std::enable_shared_from_this<ClientImpl> {
+ public:
+  explicit ClientImpl(ClientOptions options);
+  ~ClientImpl() override { close(); }
+  Status start(Deadline deadline);
+
+  Result<PutOutcome> put(std::string_view key, std::string_view meta, std::span<const iovec> data,
+                         const PutOptions& options, Deadline deadline) override;
+  Result<ObjectPtr> locate(std::string_view key, const GetOptions& options, Deadline deadline) override;
+  Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) override;
+  Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) override;
+  Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) override;
+  Result<bool> remove(std::string_view key, Deadline deadline) override;
+  Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) override;
+  Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) override;
+  Result<PoolStats> stat(Deadline deadline) override;
+  std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;
+  const EnginePtr& engine() const override { return engine_; }
+  bool alive() const override;
+  void close() override;
+
+ private:
+  Status usable() const;
+  // Connections (client.cpp).
+  Result<LinkPtr> local(Deadline deadline);  // this host's node, attached anew if it broke
+  Result<LinkPtr> link(const NodeId& node, Deadline deadline);
+  Result<LinkPtr> home(Deadline deadline);
+  Result<View> view();
+  Status refresh_view(Deadline deadline);
+  // Runs `attempt` until it succeeds, fails for good, or node and home stay away for too long.
+  template <typename Fn>
+  auto with_retries(Deadline deadline, Fn attempt) -> decltype(attempt());
+  static bool passing(const Status& status);
+
+  Result<std::vector<LookupEntry>> look_up(std::span<const std::string> keys, LookupCall shape, Deadline deadline);
+  PutHead head(const View& view, std::string_view key, Deadline deadline) const;
+
+  // client_put.cpp
+  struct Reserved {
+    LinkPtr link;
+    ReserveAnswer place;
+    bool quiescent = true;
+  };
+  Result<PutOutcome> put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
+                              const PutOptions& options, Deadline deadline, bool* asked);
+  Result<std::vector<Reserved>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,
+                                        Deadline deadline);
+  Result<std::optional<PutOutcome>> already_there(std::string_view key, const PutOptions& options, Deadline deadline);
+  static void let_go(std::vector<Reserved>& reserved);
+
+  // client_get.cpp
+  std::vector<Result<ObjectPtr>> build(std::span<const std::string> keys, std::vector<LookupEntry> entries,
+                                       Deadline deadline);
+  Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline);
+  Status read_part(const ObjectPart& part, uint64_t offset, std::span<const iovec> out, Deadline deadline);
+  Status check_crc(const ObjectImpl& object, const std::byte* data) const;
+  Result<std::optional<MappedObject>> map_local(const ObjectImpl& object, bool read_only);
+
+  ClientOptions options_;
+  EnginePtr engine_;
+  bool own_engine_ = false;
+  std::string host_id_;
+  const int pid_;
+  mutable std::mutex mutex_;  // links and view
+  LinkPtr local_;
+  std::map<NodeId, LinkPtr> links_;
+  View view_;
+  std::mutex connect_mutex_;  // one connects, the others wait for it
+  std::atomic<bool> closed_{false};
+};
+
+// Splits `v` at `nbytes`: what comes before.
+std::vector<iovec> take_front(std::vector<iovec>& v, uint64_t nbytes);
+uint64_t total_bytes(std::span<const iovec> v);
+
+template <typename Fn>
+auto ClientImpl::with_retries(Deadline deadline, Fn attempt) -> decltype(attempt()) {
+  const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
+  for (int64_t pause_ms = 2;; pause_ms = std::min<int64_t>(pause_ms * 2, 100)) {
+    auto result = attempt();
+    if (result.is_ok() || !passing(result.status())) return result;
+    if (until.remaining_ns() <= pause_ms * 1'000'000) return Status(Code::pool_unavailable, result.status().message());
+    timespec pause{0, pause_ms * 1'000'000};
+    nanosleep(&pause, nullptr);
+    if (const Status s = usable(); !s.is_ok()) return s;
+    if (const Status s = refresh_view(until); !s.is_ok() && !passing(s)) return s;
+  }
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,257 @@
+#include "pool/client_link.h"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "common/failpoint.h"
+#include "common/log.h"
+#include "memory/copy.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+constexpr uint64_t kPoolCopyBytes = 256 << 10;  // from here on several threads copy
+constexpr uint64_t kCopyStepBytes = 64 << 20;   // between two looks at the clock
+
+bool is_unix(const rpc::SessionPtr& session) {
+  const auto lanes = session->lanes();
+  return !lanes.empty() && lanes[0]->is_unix();
+}
+
+}  // namespace
+
+Result<LinkPtr> Link::open(const LinkOptions& options, const std::string& address, Deadline deadline) {
+  LinkPtr link(new Link);
+  link->engine_ = options.engine;
+  TM_ASSIGN(link->peer_, options.engine->connect(address, deadline));
+  link->session_ = link->peer_->session();
+  if (link->session_->peer().role != "node")
+    return {Code::invalid_argument, address + " is not a node of a pool but a " + link->session_->peer().role};
+  if (!is_unix(link->session_) && link->session_->peer().host_id == options.host_id) {
+    // Memory is mapped over Unix sockets only. If it cannot be reached there it is another host to us.
+    for (const std::string& other : link->session_->peer().addresses) {
+      if (!other.starts_with("unix://")) continue;
+      auto peer = options.engine->connect(other, deadline);
+      if (!peer.is_ok() || (*peer)->identity().engine != link->peer_->identity().engine) continue;
+      link->peer_ = std::move(peer).value();
+      link->session_ = link->peer_->session();
+      break;
+    }
+  }
+  AttachRequest request;
+  request.name = options.name;
+  request.map = is_unix(link->session_) && link->session_->same_host();
+  TM_ASSIGN(auto reply, link->session_->call_sync(kAttach, encode(request), deadline));
+  TM_ASSIGN(link->attach_, decode<AttachAnswer>(reply.body));
+  if (link->attach_.mapped) {
+    TM_TRY(link->adopt(std::move(reply.fds)));
+  } else {
+    TM_TRY(link->open_regions(deadline));
+  }
+  return link;
+}
+
+Status Link::adopt(std::vector<UniqueFd> fds) {
+  if (attach_.segments.empty() || fds.size() != attach_.segments.size() + 1)
+    return {Code::internal, "attach: " + std::to_string(fds.size()) + " file descriptors came"};
+  for (size_t i = 0; i < attach_.segments.size(); ++i) {
+    TM_ASSIGN(auto segment, Segment::adopt(std::move(fds[i]), attach_.segments[i]));
+    segments_.push_back(std::move(segment));
+    if (i == 0) continue;
+    TM_ASSIGN(auto readable, segments_[i]->map(Protection::read_only));
+    TM_ASSIGN(auto writable, segments_[i]->map(Protection::read_write));
+    capacity_bytes_ += segments_[i]->capacity();
+    read_maps_.push_back(std::move(readable));
+    write_maps_.push_back(std::move(writable));
+  }
+  TM_ASSIGN(auto slots, Segment::adopt(std::move(fds.back()), attach_.slots));
+  TM_ASSIGN(pins_, PinPage::open(segments_[0], std::move(slots)));
+  return {};
+}
+
+Status Link::open_regions(Deadline deadline) {
+  if (attach_.descriptors.empty()) return {Code::internal, "attach: no descriptors came"};
+  for (const std::string& descriptor : attach_.descriptors) {
+    TM_ASSIGN(auto region, peer_->open(descriptor, deadline));
+    regions_.push_back(std::move(region));
+  }
+  return {};
+}
+
+Link::~Link() {
+  // The session may be shared with other users of the engine: it stays, what we attached goes. If the call does not
+  // get through, the session is over or the node is gone, which ends it as well.
+  if (session_ && attach_.session && session_->alive())
+    session_->call(kDetach, encode(DetachRequest{attach_.session}), Deadline::after_ms(2000),
+                   [](Result<rpc::Message>) {});
+}
+
+Status Link::give_back(ExtentRef extent, Deadline deadline) {
+  return call_empty(kGiveBack, encode(GiveBackCall{attach_.session, extent}), deadline);
+}
+
+bool Link::take_map(uint64_t nbytes) {
+  if (maps_.fetch_add(1) < kMaxMaps && mapped_bytes_.fetch_add(nbytes) + nbytes <= capacity_bytes_ / 2) return true;
+  if (maps_.fetch_sub(1) <= kMaxMaps) mapped_bytes_.fetch_sub(nbytes);
+  return false;
+}
+
+void Link::release_map(uint64_t nbytes) {
+  maps_.fetch_sub(1);
+  mapped_bytes_.fetch_sub(nbytes);
+}
+
+bool Link::in_bounds(const std::vector<Piece>& pieces) const {
+  return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& p) {
+    const size_t n = mapped() ? read_maps_.size() : regions_.size() - 1;
+    if (p.segment >= n) return false;
+    const uint64_t limit = mapped() ? segments_[p.segment + 1]->capacity() : regions_[p.segment + 1]->nbytes();
+    return p.nbytes <= limit && p.offset <= limit - p.nbytes;
+  });
+}
+
+Result<std::vector<Link::Run>> Link::runs(const std::vector<Piece>& pieces, uint64_t offset,
+                                          std::span<const iovec> memory) const {
+  if (!in_bounds(pieces)) return {Code::corrupt, "a node names memory outside its segments"};
+  std::vector<Run> out;
+  size_t piece = 0;
+  while (piece < pieces.size() && offset >= pieces[piece].nbytes) offset -= pieces[piece++].nbytes;
+  for (const iovec& v : memory) {
+    auto* at = static_cast<std::byte*>(v.iov_base);
+    for (uint64_t left = v.iov_len; left > 0;) {
+      if (piece == pieces.size()) return {Code::out_of_bounds, "beyond the end of the object"};
+      const Piece& p = pieces[piece];
+      const uint64_t n = std::min(left, p.nbytes - offset);
+      out.push_back({p.segment, p.offset + offset, at, n});
+      at += n;
+      left -= n;
+      offset += n;
+      if (offset == p.nbytes) {
+        ++piece;
+        offset = 0;
+      }
+    }
+  }
+  return out;
+}
+
+Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent) {
+  *quiescent = true;  // a mapped copy is over when this returns
+  TM_ASSIGN(auto all, runs(pieces, 0, data));
+  if (!mapped()) {
+    if (all.empty()) return {};
+    *quiescent = false;
+    std::vector<RegionPtr> registered;
+    auto op = start(true, all, data, deadline, &registered);
+    Status s = op.status();
+    if (op.is_ok()) {
+      s = (*op)->wait();
+      *quiescent = s.is_ok() || (*op)->remote_quiescent();
+    } else {
+      *quiescent = true;
+    }
+    for (const RegionPtr& region : registered)
+      if (const Status gone = engine_->deregister(region, Deadline::after_ms(2000)); !gone.is_ok() && s.is_ok())
+        s = gone;
+    return s;
+  }
+  std::vector<CopyPiece> batch;
+  uint64_t bytes = 0;
+  auto flush = [&]() -> Status {
+    if (bytes < kPoolCopyBytes) {
+      for (const CopyPiece& c : batch) copy_bytes(c.dst, c.src, c.nbytes);
+    } else {
+      CopyPool::shared().copy(batch);
+    }
+    batch.clear();
+    bytes = 0;
+    TM_TRY(failpoint("client.copy"));
+    if (deadline.expired()) return {Code::deadline_exceeded, "while copying into the pool: nothing was stored"};
+    return {};
+  };
+  for (const Run& run : all) {
+    for (uint64_t done = 0; done < run.nbytes;) {
+      const uint64_t n = std::min(run.nbytes - done, kCopyStepBytes - bytes);
+      batch.push_back({write_maps_[run.segment]->data + run.offset + done, run.memory + done, n});
+      done += n;
+      bytes += n;
+      if (bytes == kCopyStepBytes) TM_TRY(flush());
+    }
+  }
+  return batch.empty() ? Status{} : flush();
+}
+
+Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, uint64_t offset, std::span<const iovec> out,
+                  Deadline deadline) {
+  TM_ASSIGN(auto all, runs(pieces, offset, out));
+  if (mapped()) {
+    auto slot = pins_->pin(extent);
+    // Without a pin the bytes may change while they are copied; the word tells afterwards.
+    if (!slot.is_ok() && slot.status().code() != Code::busy) return slot.status();
+    std::vector<CopyPiece> batch;
+    uint64_t bytes = 0;
+    for (const Run& run : all) {
+      batch.push_back({run.memory, read_maps_[run.segment]->data + run.offset, run.nbytes});
+      bytes += run.nbytes;
+    }
+    if (bytes < kPoolCopyBytes) {
+      for (const CopyPiece& c : batch) copy_bytes(c.dst, c.src, c.nbytes);
+    } else {
+      CopyPool::shared().copy(batch);
+    }
+    if (slot.is_ok()) {
+      pins_->unpin(*slot);
+    } else if (!pins_->valid(extent)) {
+      return {Code::key_not_found, "superseded while it was read"};
+    }
+    return {};
+  }
+  std::vector<RegionPtr> registered;
+  Status s;
+  if (!all.empty()) {
+    auto op = start(false, all, out, deadline, &registered);
+    s = op.is_ok() ? (*op)->wait() : op.status();
+  }
+  if (s.is_ok()) {  // the payload first, then its word
+    alignas(8) uint64_t word = 0;
+    auto region = engine_->register_memory(&word, sizeof word, {});
+    if (!region.is_ok()) {
+      s = region.status();
+    } else {
+      const uint64_t at =
+          kTableHeaderBytes + uint64_t{extent.index} * sizeof(ExtentEntry) + offsetof(ExtentEntry, generation);
+      OpOptions op_options;
+      op_options.deadline = deadline;
+      auto op = engine_->read({{*region, 0, regions_[0], at, sizeof word}}, std::move(op_options));
+      s = op.is_ok() ? (*op)->wait() : op.status();
+      registered.push_back(*region);
+      if (s.is_ok() && word != extent.generation) s = Status(Code::key_not_found, "superseded while it was read");
+    }
+  }
+  for (const RegionPtr& region : registered)
+    if (const Status gone = engine_->deregister(region, Deadline::after_ms(2000)); !gone.is_ok() && s.is_ok()) s = gone;
+  return s;
+}
+
+Result<OpPtr> Link::start(bool write, const std::vector<Run>& runs, std::span<const iovec> memory, Deadline deadline,
+                          std::vector<RegionPtr>* registered) {
+  std::vector<Slice> slices;
+  size_t run = 0;
+  for (const iovec& v : memory) {
+    if (v.iov_len == 0) continue;
+    RegionOptions options;
+    options.label = "user memory of a pool transfer";
+    TM_ASSIGN(auto region, engine_->register_memory(v.iov_base, v.iov_len, options));
+    registered->push_back(region);
+    const auto* base = static_cast<std::byte*>(v.iov_base);
+    for (; run < runs.size() && runs[run].memory >= base && runs[run].memory < base + v.iov_len; ++run)
+      slices.push_back({region, static_cast<uint64_t>(runs[run].memory - base), regions_[runs[run].segment + 1],
+                        runs[run].offset, runs[run].nbytes});
+  }
+  OpOptions options;
+  options.deadline = deadline;
+  return write ? engine_->write(std::move(slices), std::move(options))
+               : engine_->read(std::move(slices), std::move(options));
+}
+
+}  // namespace torch_mooncake::pool

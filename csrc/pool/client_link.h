@@ -1,0 +1,98 @@
+// Link: a client's relation to one node: the session, and how the node's memory is reached: through maps of it (same
+// host) or through the engine.
+//
+// Ownership: shared; objects handed out as maps hold their link, so that pins, maps and the session live as long as
+// they do. The last reference detaches. Threads: safe from any.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pool/messages.h"
+#include "pool/pin_slots.h"
+#include "transfer/engine.h"
+
+namespace torch_mooncake::pool {
+
+struct LinkOptions {
+  EnginePtr engine;
+  std::string name, host_id;
+};
+
+class Link : public std::enable_shared_from_this<Link> {
+ public:
+  // Connects and attaches; if the node is on this host, over its Unix socket and with maps.
+  static Result<std::shared_ptr<Link>> open(const LinkOptions& options, const std::string& address, Deadline deadline);
+  ~Link();
+
+  const NodeId& node() const { return attach_.node; }
+  const View& first_view() const { return attach_.view; }
+  SessionId session_id() const { return attach_.session; }
+  bool alive() const { return session_->alive(); }
+  bool mapped() const { return attach_.mapped; }
+  const std::string& host_id() const { return session_->peer().host_id; }
+  const EnginePtr& engine() const { return engine_; }
+
+  // A call with its answer decoded.
+  template <typename Answer, typename Request>
+  Result<Answer> call(Method method, const Request& request, Deadline deadline) {
+    auto reply = session_->call_sync(method, encode(request), deadline);
+    if (!reply.is_ok()) return reply.status();
+    return decode<Answer>(reply->body);
+  }
+  Status call_empty(Method method, std::string body, Deadline deadline) {
+    return session_->call_sync(method, std::move(body), deadline).status();
+  }
+  Status give_back(ExtentRef extent, Deadline deadline);
+
+  // Copies between user memory and an extent's pieces. Mapped: by this thread and the copy pool. Remote: one engine op;
+  // `quiescent` tells whether no byte of it can land remotely any more.
+  Status write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent);
+  // Bytes [offset, offset + sum(out)) of the extent; validated after the data: key_not_found if superseded.
+  Status read(ExtentRef extent, const std::vector<Piece>& pieces, uint64_t offset, std::span<const iovec> out,
+              Deadline deadline);
+
+  // Mapped only.
+  PinPage& pins() { return *pins_; }
+  const std::byte* read_only(const Piece& piece) const { return read_maps_[piece.segment]->data + piece.offset; }
+  const MappingPtr& read_map(uint32_t segment) const { return read_maps_[segment]; }
+  const std::shared_ptr<Segment>& segment(uint32_t index) const { return segments_[index + 1]; }
+  // Room in the budget of maps (half of the memory, 8192 maps)? Returned by release_map().
+  bool take_map(uint64_t nbytes);
+  void release_map(uint64_t nbytes);
+  uint64_t maps() const { return maps_; }
+  uint64_t mapped_bytes() const { return mapped_bytes_; }
+
+ private:
+  struct Run {  // one contiguous stretch of a transfer
+    uint32_t segment;
+    uint64_t offset;
+    std::byte* memory;
+    uint64_t nbytes;
+  };
+  Link() = default;
+  Status adopt(std::vector<UniqueFd> fds);
+  Status open_regions(Deadline deadline);
+  bool in_bounds(const std::vector<Piece>& pieces) const;
+  Result<std::vector<Run>> runs(const std::vector<Piece>& pieces, uint64_t offset, std::span<const iovec> memory) const;
+  Result<OpPtr> start(bool write, const std::vector<Run>& runs, std::span<const iovec> memory, Deadline deadline,
+                      std::vector<RegionPtr>* registered);
+
+  EnginePtr engine_;
+  PeerPtr peer_;
+  rpc::SessionPtr session_;
+  AttachAnswer attach_;
+  std::vector<std::shared_ptr<Segment>> segments_;  // table first
+  std::vector<MappingPtr> read_maps_, write_maps_;  // of the data segments
+  std::shared_ptr<PinPage> pins_;
+  std::vector<RemoteRegionPtr> regions_;  // table first
+  std::atomic<uint64_t> maps_{0}, mapped_bytes_{0};
+  uint64_t capacity_bytes_ = 0;
+};
+using LinkPtr = std::shared_ptr<Link>;
+
+inline constexpr uint64_t kMaxMaps = 8192;
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,205 @@
+// put: reserve at donors, write, commit at the home.
+#include <algorithm>
+
+#include "common/crc32c.h"
+#include "common/failpoint.h"
+#include "common/random.h"
+#include "pool/client_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+Status unknown_outcome(const Status& s) {
+  return {s.code(), "outcome unknown: the put took effect wholly or not at all (" + s.message() + ")"};
+}
+
+// After these the commit may have happened.
+bool leaves_open(Code code) {
+  return code == Code::peer_lost || code == Code::deadline_exceeded || code == Code::closed || code == Code::cancelled;
+}
+
+uint32_t checksum(std::span<const iovec> data) {
+  uint32_t crc = 0;
+  for (const iovec& v : data) crc = crc32c(v.iov_base, v.iov_len, crc);
+  return crc;
+}
+
+}  // namespace
+
+Result<PutOutcome> ClientImpl::put(std::string_view key, std::string_view meta, std::span<const iovec> data,
+                                   const PutOptions& options, Deadline deadline) {
+  TM_TRY(usable());
+  if (key.empty() || key.size() > kMaxKeyBytes)
+    return {Code::invalid_argument,
+            "a key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes, not " + std::to_string(key.size())};
+  if (meta.size() > kMaxMetaBytes)
+    return {Code::invalid_argument, "metadata has at most " + std::to_string(kMaxMetaBytes) + " bytes"};
+  if (options.label.size() > kMaxLabelBytes)
+    return {Code::invalid_argument, "a version label has at most " + std::to_string(kMaxLabelBytes) + " bytes"};
+  if (options.parts == 0 || options.parts > kMaxParts || options.part >= options.parts)
+    return {Code::invalid_argument, "part " + std::to_string(options.part) + " of " + std::to_string(options.parts)};
+  if (options.replicas == 0) return {Code::invalid_argument, "an object has one replica at least"};
+  bool asked = false;  // the home was asked to commit: whatever happens then is not repeated
+  Status last;
+  auto result = with_retries(deadline, [&]() -> Result<PutOutcome> {
+    auto once = put_once(key, meta, data, options, deadline, &asked);
+    if (once.is_ok() || !asked) return once;
+    last = leaves_open(once.status().code()) ? unknown_outcome(once.status()) : once.status();
+    return {Code::internal, ""};  // ends the retries; `last` is what happened
+  });
+  if (!result.is_ok() && asked && !last.is_ok()) return last;
+  return result;
+}
+
+Result<std::optional<PutOutcome>> ClientImpl::already_there(std::string_view key, const PutOptions& options,
+                                                            Deadline deadline) {
+  if (options.kind == Kind::named && options.if_exists == IfExists::replace) return std::optional<PutOutcome>{};
+  const std::string keys[] = {std::string(key)};
+  TM_ASSIGN(auto entries, look_up(keys, {}, deadline));
+  if (!entries[0].found) return std::optional<PutOutcome>{};
+  if (entries[0].kind != options.kind)
+    return {Code::invalid_argument, options.kind == Kind::named ? "this key is sealed: remove it first"
+                                                                : "this key is named, so it cannot be sealed"};
+  if (options.if_exists == IfExists::error) return {Code::key_exists, "the key '" + keys[0] + "' exists"};
+  return std::optional<PutOutcome>{{entries[0].version, false}};
+}
+
+Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
+                                        const PutOptions& options, Deadline deadline, bool* asked) {
+  TM_ASSIGN(auto here, local(deadline));
+  TM_ASSIGN(auto home_link, home(deadline));
+  TM_ASSIGN(const View now, view());
+  const uint64_t nbytes = total_bytes(data);
+  PutHead h = head(now, key, deadline);
+  h.kind = options.kind;
+  h.part = options.part;
+  h.parts = options.parts;
+  h.txn = random_id();
+
+  if (nbytes <= kInlineLimit && options.replicas == 1 && options.parts == 1 && home_link == here) {
+    PutInlineCall call;
+    call.head = h;
+    call.if_exists = options.if_exists;
+    call.meta = meta;
+    call.label = options.label;
+    call.checksum = options.checksum;
+    for (const iovec& v : data) call.data.append(static_cast<const char*>(v.iov_base), v.iov_len);
+    *asked = true;
+    auto answer = home_link->call<CommitAnswer>(kPutInline, call, deadline);
+    if (answer.is_ok()) return PutOutcome{answer->version, answer->stored};
+    // A full pool (or a node that cannot serve) said no before anything happened; room is waited for below.
+    const Code code = answer.status().code();
+    if (code == Code::pool_unavailable) *asked = false;
+    if (code != Code::pool_full) return answer.status();
+    *asked = false;
+  }
+
+  TM_ASSIGN(auto there, already_there(key, options, deadline));
+  if (there) return *there;
+  if (options.parts > 1) {
+    BeginCall begin{h, options.label};
+    TM_ASSIGN(BeginAnswer begun, home_link->call<BeginAnswer>(kBegin, begin, deadline));
+    h.txn = begun.txn;
+  }
+  ReserveCall shape;
+  shape.head = h;
+  shape.nbytes = nbytes;
+  shape.meta = meta;
+  shape.label = options.label;
+  TM_ASSIGN(auto reserved, reserve(shape, options, now, deadline));
+  Status s = failpoint("client.reserved");
+  for (size_t i = 0; i < reserved.size() && s.is_ok(); ++i)
+    s = reserved[i].link->write(reserved[i].place.pieces, data, deadline, &reserved[i].quiescent);
+  if (s.is_ok()) s = failpoint("client.written");
+  if (s.is_ok() && deadline.expired()) s = Status(Code::deadline_exceeded, "before the commit: nothing was stored");
+  if (!s.is_ok()) {
+    let_go(reserved);
+    return s;
+  }
+  CommitCall call;
+  call.head = h;
+  call.head.timeout_ms = head(now, key, deadline).timeout_ms;
+  call.if_exists = options.if_exists;
+  for (const Reserved& r : reserved) call.replicas.push_back({r.link->node(), r.place.extent});
+  if (options.checksum) call.crc32c = checksum(data);
+  *asked = true;
+  auto answer = home_link->call<CommitAnswer>(kCommit, call, deadline);
+  if (!answer.is_ok() || !answer->stored) let_go(reserved);  // no effect on what was committed meanwhile
+  if (!answer.is_ok()) {
+    // Said before anything was done: a donor that left the pool, or a view that the home does not know yet.
+    if (answer.status().code() == Code::pool_unavailable) *asked = false;
+    return answer.status();
+  }
+  TM_TRY(failpoint("client.committed"));
+  return PutOutcome{answer->version, answer->stored};
+}
+
+// Gives extents back that this process can certainly write into no more. The others stay fenced until its session ends.
+void ClientImpl::let_go(std::vector<Reserved>& reserved) {
+  for (Reserved& r : reserved) {
+    if (!r.quiescent) continue;
+    // If this does not arrive the session is over, which gives back everything.
+    if (const Status s = r.link->give_back(r.place.extent, Deadline::after_ms(2000)); !s.is_ok()) continue;
+  }
+}
+
+Result<std::vector<ClientImpl::Reserved>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
+                                                              const View& view, Deadline deadline) {
+  TM_ASSIGN(auto here, local(deadline));
+  // Our own host first, then those with most room; one node a host.
+  std::vector<const NodeInfo*> nodes;
+  for (const NodeInfo& info : view.nodes) nodes.push_back(&info);
+  std::stable_sort(nodes.begin(), nodes.end(), [&](const NodeInfo* a, const NodeInfo* b) {
+    if ((a->id == here->node()) != (b->id == here->node())) return a->id == here->node();
+    return a->limit_bytes - std::min(a->limit_bytes, a->used_bytes) >
+           b->limit_bytes - std::min(b->limit_bytes, b->used_bytes);
+  });
+  std::vector<std::string> hosts;
+  for (const NodeInfo* n : nodes)
+    if (std::find(hosts.begin(), hosts.end(), n->host_id) == hosts.end()) hosts.push_back(n->host_id);
+  if (hosts.size() < options.replicas && !options.replicas_lenient)
+    return {Code::unsupported, std::to_string(options.replicas) + " replicas need as many hosts; this pool has " +
+                                   std::to_string(hosts.size())};
+  const size_t wanted = std::min<size_t>(options.replicas, hosts.size());
+
+  std::vector<Reserved> reserved;
+  Status last(Code::pool_unavailable, "this pool has no donor");
+  // First without waiting, at anybody; then waiting for room where we would like it most.
+  for (const bool wait : {false, true}) {
+    std::vector<std::string> used;
+    for (const Reserved& r : reserved) used.push_back(r.link->host_id());
+    for (const NodeInfo* n : nodes) {
+      if (reserved.size() == wanted) break;
+      if (std::find(used.begin(), used.end(), n->host_id) != used.end()) continue;
+      auto node = link(n->id, deadline);
+      if (!node.is_ok()) {
+        last = node.status();
+        continue;
+      }
+      ReserveCall call = shape;
+      call.session = (*node)->session_id();
+      call.wait = wait;
+      call.head.timeout_ms = static_cast<uint32_t>(
+          std::min<int64_t>(deadline.remaining_ms() < 0 ? 86'400'000 : deadline.remaining_ms(), 86'400'000));
+      auto place = (*node)->call<ReserveAnswer>(
+          kReserve, call, wait && !deadline.is_never() ? Deadline::at_ns(deadline.ns() + 200'000'000) : deadline);
+      if (place.is_ok()) {
+        reserved.push_back({*node, std::move(place).value(), true});
+        used.push_back(n->host_id);
+        continue;
+      }
+      last = place.status();
+      const bool other_may = last.code() == Code::pool_full || passing(last);
+      if (!other_may) {
+        let_go(reserved);
+        return last;
+      }
+    }
+    if (reserved.size() == wanted || (options.replicas_lenient && !reserved.empty())) return reserved;
+    if (last.code() != Code::pool_full) break;
+  }
+  let_go(reserved);
+  return last;
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,192 @@
+// The one implementation of NodeService. Everything but the membership thread runs on one Strand: the donor, the home
+// (if this node is the leader) and all books kept here need no locks.
+//   service.cpp          life cycle, client sessions, time
+//   service_put.cpp      reserve, give back, inline put, begin, commit, remove
+//   service_lookup.cpp   lookup, describe, keys, stat
+//   service_members.cpp  marks, and the leader's side of membership
+//   service_join.cpp     a member's side of membership (its own thread)
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "pool/home.h"
+#include "pool/node_service.h"
+#include "pool/strand.h"
+#include "transfer/engine.h"
+
+namespace torch_mooncake::pool {
+
+inline constexpr int64_t kBeatMs = 500;
+inline constexpr int64_t kLeaseMs = 5000;  // a member that has not heard from the leader for so long fences itself
+inline constexpr int64_t kExpelMs = kLeaseMs + kLeaseMs / 10;  // the leader waits longer, by its own clock
+
+class NodeServiceImpl final : public NodeService {
+ public:
+  explicit NodeServiceImpl(NodeServiceOptions options) : options_(std::move(options)) {}
+  ~NodeServiceImpl() override { close(); }
+  Status start();
+
+  std::vector<std::string> addresses() const override { return self_.addresses; }
+  Status drain(Deadline deadline) override;
+  void close() override;
+  Donor& donor() override { return *donor_; }
+
+ private:
+  using ResponderPtr = std::shared_ptr<rpc::Responder>;
+  struct ClientSession {
+    std::weak_ptr<rpc::Session> session;
+    bool mapped = false;
+  };
+  struct WaitingReserve {
+    ReserveCall call;
+    ResponderPtr responder;
+    int64_t deadline_ns = 0;
+  };
+  struct PendingLookup {
+    LookupCall call;
+    ResponderPtr responder;
+    int64_t deadline_ns = 0;
+  };
+  struct Member {
+    NodeInfo info;
+    rpc::SessionPtr session;
+    int64_t heard_ns = 0;
+    std::vector<Announced> incoming;
+    bool announced = false;
+  };
+
+  // Registers a method whose body is a T: decoded, then run on the strand.
+  template <typename T>
+  void method(Method id, void (NodeServiceImpl::*fn)(const rpc::SessionPtr&, T, ResponderPtr));
+  void register_methods();
+  Status start_home();
+
+  // service.cpp
+  void on_attach(const rpc::SessionPtr&, AttachRequest, ResponderPtr);
+  void on_detach(const rpc::SessionPtr&, DetachRequest, ResponderPtr);
+  void on_view(const rpc::SessionPtr&, Empty, ResponderPtr);
+  void session_closed(rpc::Session* session);
+  void count_clients();
+  void tick();
+  void arm_tick();
+  void arm_soon();
+  Status usable() const;  // not draining, not fenced
+
+  // service_put.cpp
+  void on_reserve(const rpc::SessionPtr&, ReserveCall, ResponderPtr);
+  void on_give_back(const rpc::SessionPtr&, GiveBackCall, ResponderPtr);
+  void on_put_inline(const rpc::SessionPtr&, PutInlineCall, ResponderPtr);
+  void on_begin(const rpc::SessionPtr&, BeginCall, ResponderPtr);
+  void on_commit(const rpc::SessionPtr&, CommitCall, ResponderPtr);
+  void on_remove(const rpc::SessionPtr&, KeyCall, ResponderPtr);
+  Result<Reservation> reserve(const PutHead& head, uint64_t nbytes, std::string meta, std::string label,
+                              SessionId writer);
+  void retry_reservations();
+  void commit(const CommitCall& call, std::function<void(const Result<CommitAnswer>&)> done);
+  Status need_home(uint64_t view) const;
+
+  // service_lookup.cpp
+  void on_lookup(const rpc::SessionPtr&, LookupCall, ResponderPtr);
+  void on_describe(const rpc::SessionPtr&, DescribeCall, ResponderPtr);
+  void on_keys(const rpc::SessionPtr&, KeysCall, ResponderPtr);
+  void on_stat(const rpc::SessionPtr&, Empty, ResponderPtr);
+  void look_up(RequestId request);
+  std::optional<Description> describe(ExtentRef extent, const std::string& key, bool use);
+
+  // service_members.cpp
+  void on_join(const rpc::SessionPtr&, JoinRequest, ResponderPtr);
+  void on_announce(const rpc::SessionPtr&, AnnounceRequest, ResponderPtr);
+  void on_beat(const rpc::SessionPtr&, BeatRequest, ResponderPtr);
+  void on_leave(const rpc::SessionPtr&, LeaveRequest, ResponderPtr);
+  void on_mark(const rpc::SessionPtr&, Mark, ResponderPtr);
+  void on_evicted(const rpc::SessionPtr&, EvictedReport, ResponderPtr);
+  Status apply_mark(const Mark& mark);
+  void send_mark(const SendMark& send);
+  void pump();  // does what the home wants done, until it wants nothing
+  void expel(const NodeId& id, const char* why);
+  void next_view(uint64_t at_least);
+  View make_view() const;
+  void watch_members(int64_t now_ns);
+
+  // service_join.cpp
+  void membership_thread();
+  Status be_member();  // until the connection is lost or the service closes
+  Status announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer);
+  void drop_named();
+  bool sleep_ms(int64_t ms);  // false: closing
+  static Announced slim(Announcement a);
+  std::vector<Announced> announcements() const;
+
+  NodeServiceOptions options_;
+  std::unique_ptr<Donor> donor_;
+  EnginePtr engine_;
+  NodeInfo self_;
+  Id128 lineage_{};  // of the leader we belong to
+  bool leader_ = false;
+  std::vector<RegionPtr> regions_;
+  MappingPtr table_map_;
+  std::vector<MappingPtr> data_maps_;  // read-write, for inline puts
+
+  Strand strand_;
+  std::atomic<bool> closing_{false};
+  std::mutex close_mutex_;
+  bool closed_ = false, draining_ = false;
+  bool soon_armed_ = false;
+
+  std::unordered_map<SessionId, ClientSession> clients_;
+  std::vector<SessionId> ending_;  // of remote sessions that are gone: ended at the next tick, see session_closed()
+  int clients_told_ = 0;
+  std::deque<WaitingReserve> waiting_;
+  std::map<TxnId, int64_t> reserved_until_;
+  std::vector<EvictedExtent> evicted_;
+
+  // The leader's.
+  std::optional<Home> home_;
+  uint64_t seed_ = 0;
+  RequestId next_request_ = 1;
+  std::unordered_map<RequestId, std::function<void(const Result<CommitAnswer>&)>> commits_;
+  std::unordered_map<RequestId, ResponderPtr> removes_;
+  std::unordered_map<RequestId, PendingLookup> lookups_;
+  std::map<NodeId, Member> members_;
+  std::map<NodeId, int64_t> expected_until_;
+  bool pumping_ = false;
+
+  // A member's.
+  View view_;  // the leader's too
+  int64_t lease_until_ns_ = 0;
+  rpc::SessionPtr leader_session_;
+  std::thread thread_;
+  std::mutex sleep_mutex_;
+  std::condition_variable sleep_cv_;
+};
+
+inline void respond(rpc::Responder& responder, const Status& status) {
+  if (status.is_ok()) {
+    responder.ok();
+  } else {
+    responder.fail(status);
+  }
+}
+
+template <typename T>
+void NodeServiceImpl::method(Method id, void (NodeServiceImpl::*fn)(const rpc::SessionPtr&, T, ResponderPtr)) {
+  engine_->rpc().handle(
+      id, rpc::RunOn::inline_io,
+      [this, fn](const rpc::SessionPtr& session, rpc::Message request, rpc::Responder responder) {
+        auto message = decode<T>(request.body);
+        if (!message.is_ok()) return responder.fail(message.status());
+        auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+        strand_.run([this, fn, session, shared, message = std::make_shared<T>(std::move(message).value())]() mutable {
+          (this->*fn)(session, std::move(*message), std::move(shared));
+          pump();
+        });
+      });
+}
+
+}  // namespace torch_mooncake::pool

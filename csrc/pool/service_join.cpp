@@ -1,0 +1,110 @@
+// A member's side of membership: join the leader, announce, send heartbeats; fenced when the lease has run out. One
+// thread, asleep between heartbeats.
+#include "common/log.h"
+#include "pool/service_impl.h"
+
+namespace torch_mooncake::pool {
+
+bool NodeServiceImpl::sleep_ms(int64_t ms) {
+  std::unique_lock lock(sleep_mutex_);
+  return !sleep_cv_.wait_for(lock, std::chrono::milliseconds(ms), [this] { return closing_.load(); });
+}
+
+void NodeServiceImpl::membership_thread() {
+  static log::Once once(60'000);
+  do {
+    const Status s = be_member();
+    if (closing_ || draining_) return;
+    if (once.pass()) log::warning("pool", s.with("membership at " + options_.node.leader).to_string());
+  } while (sleep_ms(kBeatMs / 2));
+}
+
+Status NodeServiceImpl::be_member() {
+  TM_ASSIGN(auto peer, engine_->connect(options_.node.leader, Deadline::after_ms(kLeaseMs)));
+  const rpc::SessionPtr leader = peer->session();
+  JoinRequest join;
+  strand_.run_and_wait([&] {
+    join.node = self_;
+    join.node.used_bytes = donor_->stats().used_bytes;
+    join.lineage = lineage_;
+    join.view = view_.number;
+  });
+  int64_t sent_ns = steady_ns();
+  TM_ASSIGN(auto joined, leader->call_sync(kJoin, encode(join), Deadline::after_ms(kLeaseMs)));
+  TM_ASSIGN(JoinAnswer answer, decode<JoinAnswer>(joined.body));
+  TM_TRY(announce_to(leader, answer));
+  while (sleep_ms(kBeatMs)) {
+    BeatRequest beat;
+    bool leaves = false;
+    strand_.run_and_wait([&] {
+      const DonorStats stats = donor_->stats();
+      beat = {self_.id, self_.incarnation, view_.number, stats.limit_bytes, stats.used_bytes};
+      leaves = draining_;
+    });
+    if (leaves) return {};
+    sent_ns = steady_ns();
+    TM_ASSIGN(auto reply, leader->call_sync(kBeat, encode(beat), Deadline::after_ms(kLeaseMs)));
+    TM_ASSIGN(BeatAnswer news, decode<BeatAnswer>(reply.body));
+    strand_.run([this, sent_ns, news] {
+      lease_until_ns_ = sent_ns + kLeaseMs * 1'000'000;
+      if (news.view && news.view->number > view_.number) view_ = *news.view;
+    });
+  }
+  return {};
+}
+
+// The donor's table is copied and evictions are reported from one moment on, so that nothing falls between.
+Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer) {
+  std::vector<Announced> extents;
+  strand_.run_and_wait([&] {
+    if (!answer.keep_named) drop_named();
+    extents = announcements();
+    evicted_.clear();
+    leader_session_ = leader;
+  });
+  constexpr size_t kChunk = 4096;
+  int64_t sent_ns = 0;
+  View view;
+  for (size_t at = 0; at == 0 || at < extents.size(); at += kChunk) {
+    AnnounceRequest part;
+    part.view = answer.view.number;
+    part.node = self_.id;
+    part.first = at == 0;
+    part.last = at + kChunk >= extents.size();
+    const auto begin = extents.begin() + static_cast<ptrdiff_t>(std::min(at, extents.size()));
+    part.extents.assign(begin, begin + static_cast<ptrdiff_t>(std::min(kChunk, extents.size() - at)));
+    sent_ns = steady_ns();
+    TM_ASSIGN(auto reply, leader->call_sync(kAnnounce, encode(part), Deadline::after_ms(kLeaseMs)));
+    TM_ASSIGN(view, decode<View>(reply.body));
+  }
+  strand_.run_and_wait([&] {
+    lineage_ = view.lineage;
+    if (view.number > view_.number) view_ = view;
+    lease_until_ns_ = sent_ns + kLeaseMs * 1'000'000;
+  });
+  return {};
+}
+
+// We were out of the view: somebody else may have newer versions of what we hold.
+void NodeServiceImpl::drop_named() {
+  for (const Announcement& a : donor_->announce()) {
+    if (a.kind != Kind::named) continue;
+    Status s = donor_->supersede(a.extent);
+    if (s.is_ok()) s = donor_->free(a.extent);
+    if (!s.is_ok()) log::error("pool", s.with("dropping what an expelled node held").to_string());
+  }
+  retry_reservations();
+}
+
+Announced NodeServiceImpl::slim(Announcement a) {
+  return {std::move(a.key), a.kind, a.state, a.version, a.txn, a.part, a.parts, a.extent};
+}
+
+std::vector<Announced> NodeServiceImpl::announcements() const {
+  std::vector<Announced> out;
+  for (Announcement& a : donor_->announce()) out.push_back(slim(std::move(a)));
+  for (Announcement& a : donor_->announce_prepared()) out.push_back(slim(std::move(a)));
+  return out;
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,121 @@
+// Questions: where a key is (the home's), what an extent is, which keys there are (the donor's).
+#include "pool/service_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+constexpr size_t kAnswerBytes = 8 << 20;  // of the 16 MiB that a message may have
+
+}  // namespace
+
+void NodeServiceImpl::on_lookup(const rpc::SessionPtr&, LookupCall call, ResponderPtr responder) {
+  if (const Status s = need_home(call.view); !s.is_ok()) return responder->fail(s);
+  const RequestId request = next_request_++;
+  const int64_t deadline = steady_ns() + int64_t{call.timeout_ms} * 1'000'000;
+  lookups_[request] = {std::move(call), std::move(responder), deadline};
+  look_up(request);
+}
+
+// Answers, or watches what cannot be answered yet.
+void NodeServiceImpl::look_up(RequestId request) {
+  const auto it = lookups_.find(request);
+  if (it == lookups_.end()) return;
+  const PendingLookup& lookup = it->second;
+  const LookupCall& call = lookup.call;
+  std::vector<Found> found;
+  found.reserve(call.keys.size());
+  bool waits = false;
+  for (const LookupKey& key : call.keys) {
+    found.push_back(home_->find(key.key));
+    const Found& f = found.back();
+    const bool later = f.state == Found::State::later;
+    const bool absent = f.state == Found::State::missing || (call.at_least && f.version < *call.at_least);
+    if (!later && !(call.present && absent)) continue;
+    home_->watch(request, key.key, !later);
+    waits = true;
+  }
+  if (waits) return;
+  LookupAnswer answer;
+  answer.view = home_->view();
+  size_t bytes = 0;
+  for (size_t i = 0; i < found.size() && bytes < kAnswerBytes; ++i) {
+    const Found& f = found[i];
+    LookupEntry entry;
+    entry.found = f.state == Found::State::found;
+    entry.kind = f.kind;
+    entry.version = f.version;
+    entry.parts = f.parts;
+    for (const auto& [part, at] : f.places) {
+      Place place{part, at, {}};
+      if (call.describe && at.node == self_.id) {
+        place.description = describe(at.extent, call.keys[i].key, true);
+        if (place.description) bytes += place.description->meta.size() + 32 * place.description->pieces.size();
+      }
+      bytes += 128;
+      entry.places.push_back(std::move(place));
+    }
+    bytes += 64;
+    answer.entries.push_back(std::move(entry));
+  }
+  lookup.responder->ok(encode(answer));
+  lookups_.erase(it);
+}
+
+std::optional<Description> NodeServiceImpl::describe(ExtentRef extent, const std::string& key, bool use) {
+  auto a = donor_->describe(extent);
+  if (!a.is_ok() || a->key != key) return std::nullopt;
+  if (use) donor_->touch(extent);
+  Description d;
+  d.nbytes = a->nbytes;
+  d.meta = std::move(a->meta);
+  d.label = std::move(a->label);
+  if (a->has_crc) d.crc32c = a->crc32c;
+  d.pieces = std::move(a->pieces);
+  return d;
+}
+
+void NodeServiceImpl::on_describe(const rpc::SessionPtr&, DescribeCall call, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok() && !draining_) return responder->fail(s);
+  DescribeAnswer answer;
+  size_t bytes = 0;
+  for (const EvictedExtent& e : call.extents) {
+    if (bytes >= kAnswerBytes) break;
+    answer.descriptions.push_back(describe(e.extent, e.key, true));
+    if (const auto& d = answer.descriptions.back()) bytes += d->meta.size() + 32 * d->pieces.size() + 64;
+  }
+  responder->ok(encode(answer));
+}
+
+void NodeServiceImpl::on_keys(const rpc::SessionPtr&, KeysCall call, ResponderPtr responder) {
+  KeysAnswer answer;
+  size_t bytes = 0;
+  for (std::string& key : donor_->keys(call.prefix, SIZE_MAX)) {
+    if (!call.after.empty() && key <= call.after) continue;
+    if (bytes >= kAnswerBytes) {
+      answer.more = true;
+      break;
+    }
+    bytes += key.size() + 4;
+    answer.keys.push_back(std::move(key));
+  }
+  responder->ok(encode(answer));
+}
+
+void NodeServiceImpl::on_stat(const rpc::SessionPtr&, Empty, ResponderPtr responder) {
+  const DonorStats stats = donor_->stats();
+  StatAnswer answer;
+  answer.view = leader_ ? home_->view() : view_.number;
+  answer.keys = leader_ ? home_->keys() : 0;
+  answer.limit_bytes = stats.limit_bytes;
+  answer.used_bytes = stats.used_bytes;
+  answer.limbo_bytes = stats.limbo_bytes;
+  answer.prepared_bytes = stats.prepared_bytes;
+  answer.fenced_bytes = stats.fenced_bytes;
+  answer.extents = stats.extents;
+  answer.pinned = stats.pinned_extents;
+  answer.evictions = stats.evictions;
+  answer.is_home = leader_;
+  responder->ok(encode(answer));
+}
+
+}  // namespace torch_mooncake::pool

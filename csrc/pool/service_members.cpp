@@ -1,0 +1,214 @@
+// Marks, and the leader's side of membership: who is in the view, and who has been silent for too long.
+#include "common/failpoint.h"
+#include "common/log.h"
+#include "common/random.h"
+#include "pool/service_impl.h"
+#include "pool/view_record.h"
+
+namespace torch_mooncake::pool {
+
+// --- marks ---
+
+Status NodeServiceImpl::apply_mark(const Mark& mark) {
+  switch (mark.what) {
+    case Mark::What::commit:
+      TM_TRY(failpoint("node.commit"));
+      TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c));
+      return failpoint("node.committed");
+    case Mark::What::finalize:
+      return donor_->finalize(mark.extent);
+    case Mark::What::supersede: {
+      TM_TRY(failpoint("node.supersede"));
+      TM_TRY(donor_->supersede(mark.extent));
+      const Status freed = donor_->free(mark.extent);
+      TM_TRY(failpoint("node.superseded"));
+      retry_reservations();
+      return freed;
+    }
+    case Mark::What::drop:
+      donor_->drop_txn(mark.txn);
+      retry_reservations();
+      return {};
+  }
+  return {Code::internal, "unknown mark"};
+}
+
+void NodeServiceImpl::on_mark(const rpc::SessionPtr&, Mark mark, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok() && !draining_) return responder->fail(s);
+  if (mark.view < view_.number)
+    return responder->fail({Code::pool_unavailable, "a mark of view " + std::to_string(mark.view) +
+                                                        ", this donor has seen " + std::to_string(view_.number)});
+  respond(*responder, apply_mark(mark));
+}
+
+void NodeServiceImpl::send_mark(const SendMark& send) {
+  if (send.node == self_.id) {
+    const Status s = apply_mark(send.mark);
+    if (send.id) home_->mark_done(send.id, s);
+    return;
+  }
+  const auto member = members_.find(send.node);
+  if (member == members_.end()) {
+    if (send.id) home_->mark_done(send.id, {Code::pool_unavailable, "the donor has not come back"});
+    return;
+  }
+  member->second.session->call(
+      kMark, encode(send.mark), Deadline::after_ms(kLeaseMs), [this, id = send.id](Result<rpc::Message> answer) {
+        if (id == 0 || closing_) return;
+        Status s = answer.status();
+        const bool silent =
+            s.code() == Code::peer_lost || s.code() == Code::closed || s.code() == Code::deadline_exceeded;
+        if (silent) s = Status(Code::pool_unavailable, s.message());
+        strand_.run([this, id, s] {
+          home_->mark_done(id, s);
+          pump();
+        });
+      });
+}
+
+void NodeServiceImpl::pump() {
+  if (pumping_) return;
+  pumping_ = true;
+  for (;;) {
+    const auto evicted = std::exchange(evicted_, {});
+    if (!leader_) {
+      if (!evicted.empty() && leader_session_) {
+        // If it does not arrive the session is over, and all is announced anew.
+        if (const Status s = leader_session_->post(kEvicted, encode(EvictedReport{view_.number, self_.id, evicted}));
+            !s.is_ok())
+          leader_session_->close(s);
+      }
+      break;
+    }
+    for (const EvictedExtent& e : evicted) home_->evicted(self_.id, e.key, e.extent);
+    auto actions = home_->take_actions();
+    if (actions.empty() && evicted.empty()) break;
+    for (HomeAction& action : actions) {
+      if (auto* send = std::get_if<SendMark>(&action)) {
+        send_mark(*send);
+      } else if (auto* done = std::get_if<CommitDone>(&action)) {
+        if (auto node = commits_.extract(done->request)) node.mapped()(done->result);
+      } else if (auto* removed = std::get_if<RemoveDone>(&action)) {
+        auto node = removes_.extract(removed->request);
+        if (!node) continue;
+        if (removed->result.is_ok()) {
+          node.mapped()->ok(encode(RemoveAnswer{*removed->result}));
+        } else {
+          node.mapped()->fail(removed->result.status());
+        }
+      } else {
+        const RequestId request = std::get<Ready>(action).request;
+        home_->unwatch(request);
+        look_up(request);
+      }
+    }
+  }
+  pumping_ = false;
+}
+
+void NodeServiceImpl::on_evicted(const rpc::SessionPtr&, EvictedReport report, ResponderPtr responder) {
+  if (leader_ && members_.count(report.node))
+    for (const EvictedExtent& e : report.extents) home_->evicted(report.node, e.key, e.extent);
+  responder->ok();
+}
+
+// --- members ---
+
+View NodeServiceImpl::make_view() const {
+  View view;
+  view.number = home_->view();
+  view.seed = seed_;
+  view.lineage = lineage_;
+  view.home = self_.id;
+  view.nodes.push_back(self_);
+  view.nodes[0].used_bytes = donor_->stats().used_bytes;
+  for (const auto& [id, member] : members_)
+    if (member.announced) view.nodes.push_back(member.info);
+  return view;
+}
+
+void NodeServiceImpl::next_view(uint64_t at_least) {
+  home_->set_view(std::max(home_->view() + 1, at_least));
+  ViewRecord record{home_->view(), {}, true};
+  for (const auto& [id, member] : members_)
+    if (member.announced) record.members.push_back(id);
+  for (const auto& [id, until] : expected_until_) record.members.push_back(id);
+  write_view_record(*table_map_, record);
+}
+
+void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest request, ResponderPtr responder) {
+  if (!leader_) return responder->fail({Code::unsupported, "this node is not the leader"});
+  if (request.node.id == self_.id || session->peer().role != "node")
+    return responder->fail({Code::invalid_argument, "only another node can join"});
+  const auto known = members_.find(request.node.id);
+  const bool of_last_view = expected_until_.count(request.node.id) != 0 && request.lineage == lineage_;
+  Member& member = members_[request.node.id];
+  const bool was_in = known != members_.end() && member.announced;
+  member.info = request.node;
+  member.session = session;
+  member.heard_ns = steady_ns();
+  member.incoming.clear();
+  if (request.view >= home_->view()) next_view(request.view + 1);
+  JoinAnswer answer;
+  answer.view = make_view();
+  answer.keep_named = (was_in && request.lineage == lineage_) || of_last_view;
+  answer.lease_ms = kLeaseMs;
+  responder->ok(encode(answer));
+}
+
+void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceRequest request, ResponderPtr responder) {
+  const auto it = leader_ ? members_.find(request.node) : members_.end();
+  if (it == members_.end() || it->second.session != session)
+    return responder->fail({Code::key_not_found, "this node has not joined"});
+  Member& member = it->second;
+  if (request.first) member.incoming.clear();
+  std::move(request.extents.begin(), request.extents.end(), std::back_inserter(member.incoming));
+  member.heard_ns = steady_ns();
+  if (request.last) {
+    expected_until_.erase(request.node);
+    member.announced = true;
+    home_->announce(request.node, std::exchange(member.incoming, {}));
+    next_view(0);
+  }
+  responder->ok(encode(make_view()));
+}
+
+void NodeServiceImpl::on_beat(const rpc::SessionPtr& session, BeatRequest request, ResponderPtr responder) {
+  const auto it = leader_ ? members_.find(request.node) : members_.end();
+  if (it == members_.end() || it->second.session != session)
+    return responder->fail({Code::key_not_found, "this node has not joined, or was expelled"});
+  it->second.heard_ns = steady_ns();
+  it->second.info.used_bytes = request.used_bytes;
+  BeatAnswer answer;
+  if (request.view < home_->view()) answer.view = make_view();
+  responder->ok(encode(answer));
+}
+
+void NodeServiceImpl::on_leave(const rpc::SessionPtr& session, LeaveRequest request, ResponderPtr responder) {
+  const auto it = leader_ ? members_.find(request.node) : members_.end();
+  if (it == members_.end() || it->second.session != session)
+    return responder->fail({Code::key_not_found, "this node has not joined"});
+  expel(request.node, nullptr);
+  responder->ok();
+}
+
+void NodeServiceImpl::expel(const NodeId& id, const char* why) {
+  if (why) log::warning("pool", "node " + to_hex(id) + " is expelled: " + why);
+  members_.erase(id);
+  expected_until_.erase(id);
+  home_->expel(id);
+  next_view(0);
+}
+
+void NodeServiceImpl::watch_members(int64_t now_ns) {
+  std::vector<NodeId> silent;
+  for (const auto& [id, member] : members_)
+    if (now_ns - member.heard_ns > kExpelMs * 1'000'000) silent.push_back(id);
+  for (const NodeId& id : silent) expel(id, "silent for longer than its lease");
+  silent.clear();
+  for (const auto& [id, until] : expected_until_)
+    if (now_ns > until && !members_.count(id)) silent.push_back(id);
+  for (const NodeId& id : silent) expel(id, "did not come back after the leader's restart");
+}
+
+}  // namespace torch_mooncake::pool

@@ -1,0 +1,153 @@
+// Puts and removals, as donor (reserve, give back, inline) and as home (begin, commit, remove).
+#include "common/crc32c.h"
+#include "common/failpoint.h"
+#include "common/random.h"
+#include "memory/copy.h"
+#include "pool/service_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+int64_t deadline_of(uint32_t timeout_ms) { return steady_ns() + int64_t{timeout_ms} * 1'000'000; }
+
+// A writer may be late for its own deadline; then its reservation is dropped, and fenced until it lets go.
+constexpr int64_t kReserveGraceNs = 2'000'000'000;
+
+}  // namespace
+
+Result<Reservation> NodeServiceImpl::reserve(const PutHead& head, uint64_t nbytes, std::string meta, std::string label,
+                                             SessionId writer) {
+  ReserveRequest request;
+  request.txn = head.txn;
+  request.key = head.key;
+  request.kind = head.kind;
+  request.nbytes = nbytes;
+  request.part = head.part;
+  request.parts = head.parts;
+  request.meta = std::move(meta);
+  request.label = std::move(label);
+  request.writer = writer;
+  auto reservation = donor_->reserve(request);
+  if (reservation.is_ok()) {
+    int64_t& until = reserved_until_[head.txn];
+    until = std::max(until, deadline_of(head.timeout_ms) + kReserveGraceNs);
+  }
+  return reservation;
+}
+
+void NodeServiceImpl::on_reserve(const rpc::SessionPtr& session, ReserveCall call, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok()) return responder->fail(s);
+  if (!call.head.sound()) return responder->fail({Code::invalid_argument, "no key, or a part that is not there"});
+  const auto client = clients_.find(call.session);
+  if (client == clients_.end() || client->second.session.lock() != session)
+    return responder->fail({Code::peer_lost, "this node does not know the session: attach again"});
+  if (call.wait && !waiting_.empty()) {  // in order of arrival
+    waiting_.push_back({std::move(call), std::move(responder), 0});
+    waiting_.back().deadline_ns = deadline_of(waiting_.back().call.head.timeout_ms);
+    return;
+  }
+  auto reservation = reserve(call.head, call.nbytes, call.meta, call.label, call.session);
+  if (reservation.is_ok()) return responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));
+  const bool hopeless = call.nbytes > donor_->stats().limit_bytes;
+  if (reservation.status().code() != Code::pool_full || !call.wait || hopeless)
+    return responder->fail(reservation.status());
+  const int64_t deadline = deadline_of(call.head.timeout_ms);
+  waiting_.push_back({std::move(call), std::move(responder), deadline});
+  arm_soon();
+}
+
+void NodeServiceImpl::retry_reservations() {
+  while (!waiting_.empty()) {
+    WaitingReserve& first = waiting_.front();
+    if (!clients_.count(first.call.session)) {  // its writer is gone
+      waiting_.pop_front();
+      continue;
+    }
+    const ReserveCall& call = first.call;
+    auto reservation = reserve(call.head, call.nbytes, call.meta, call.label, call.session);
+    if (!reservation.is_ok() && reservation.status().code() == Code::pool_full) return;
+    if (reservation.is_ok()) {
+      first.responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));
+    } else {
+      first.responder->fail(reservation.status());
+    }
+    waiting_.pop_front();
+  }
+}
+
+void NodeServiceImpl::on_give_back(const rpc::SessionPtr& session, GiveBackCall call, ResponderPtr responder) {
+  const auto client = clients_.find(call.session);
+  if (client == clients_.end() || client->second.session.lock() != session)
+    return responder->fail({Code::invalid_argument, "not a session of this connection"});
+  const Status s = donor_->give_back(call.extent, call.session);
+  // Gone, or committed meanwhile: nothing of it is the writer's any more.
+  if (s.is_ok() || s.code() == Code::key_not_found || s.code() == Code::invalid_argument) {
+    retry_reservations();
+    return responder->ok();
+  }
+  responder->fail(s);
+}
+
+// Reserve, write and commit in one call, at the node that is donor and home.
+void NodeServiceImpl::on_put_inline(const rpc::SessionPtr&, PutInlineCall call, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok()) return responder->fail(s);
+  if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
+  if (!call.head.sound() || call.head.parts != 1)
+    return responder->fail({Code::invalid_argument, "an inline put has a key and one part"});
+  auto reservation = reserve(call.head, call.data.size(), std::move(call.meta), std::move(call.label), 0);
+  if (!reservation.is_ok()) return responder->fail(reservation.status());
+  const char* from = call.data.data();
+  for (const Piece& piece : reservation->pieces) {
+    copy_bytes(data_maps_[piece.segment]->data + piece.offset, from, piece.nbytes);
+    from += piece.nbytes;
+  }
+  CommitCall commit_call;
+  commit_call.head = std::move(call.head);
+  commit_call.if_exists = call.if_exists;
+  commit_call.replicas = {{self_.id, reservation->extent}};
+  if (call.checksum) commit_call.crc32c = crc32c(call.data.data(), call.data.size());
+  commit(commit_call, [responder](const Result<CommitAnswer>& result) {
+    if (result.is_ok()) return responder->ok(encode(*result));
+    responder->fail(result.status());
+  });
+}
+
+Status NodeServiceImpl::need_home(uint64_t view) const {
+  if (!leader_) return {Code::pool_unavailable, "this node is not a directory node"};
+  if (view > home_->view())
+    return {Code::pool_unavailable, "this directory node knows view " + std::to_string(home_->view()) +
+                                        ", the request is of view " + std::to_string(view)};
+  return {};
+}
+
+void NodeServiceImpl::on_begin(const rpc::SessionPtr&, BeginCall call, ResponderPtr responder) {
+  if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
+  if (!call.head.sound()) return responder->fail({Code::invalid_argument, "a part that is not there"});
+  auto txn = home_->begin(call.head.key, call.label, call.head.parts, deadline_of(call.head.timeout_ms), random_id());
+  if (!txn.is_ok()) return responder->fail(txn.status());
+  responder->ok(encode(BeginAnswer{*txn}));
+}
+
+void NodeServiceImpl::commit(const CommitCall& call, std::function<void(const Result<CommitAnswer>&)> done) {
+  const RequestId request = next_request_++;
+  commits_[request] = std::move(done);
+  home_->commit(request, call, deadline_of(call.head.timeout_ms));
+}
+
+void NodeServiceImpl::on_commit(const rpc::SessionPtr&, CommitCall call, ResponderPtr responder) {
+  if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
+  if (const Status s = failpoint("home.commit"); !s.is_ok()) return responder->fail(s);
+  commit(call, [responder](const Result<CommitAnswer>& result) {
+    if (result.is_ok()) return responder->ok(encode(*result));
+    responder->fail(result.status());
+  });
+}
+
+void NodeServiceImpl::on_remove(const rpc::SessionPtr&, KeyCall call, ResponderPtr responder) {
+  if (const Status s = need_home(call.view); !s.is_ok()) return responder->fail(s);
+  const RequestId request = next_request_++;
+  removes_[request] = std::move(responder);
+  home_->remove(request, call.key, deadline_of(call.timeout_ms));
+}
+
+}  // namespace torch_mooncake::pool

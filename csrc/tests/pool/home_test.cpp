@@ -58,9 +58,8 @@ struct ModelDonor {
   }
   Status apply(const Mark& mark) {
     if (mark.what == Mark::What::drop) {
-      std::erase_if(extents, [&](auto& e) {
-        return e.second.a.state == ExtentState::prepared && e.second.a.txn == mark.txn;
-      });
+      std::erase_if(extents,
+                    [&](auto& e) { return e.second.a.state == ExtentState::prepared && e.second.a.txn == mark.txn; });
       return {};
     }
     Extent* e = at(mark.extent);
@@ -429,8 +428,8 @@ struct World {
       for (int i = 0; i < n; ++i) {
         const int d = (first + i) % kDonors;
         if (!donors[d].up || donors[d].fenced) continue;
-        c.call.replicas.push_back({node(uint8_t(d)), donors[d].reserve(c.call.head.key, Kind::named, c.call.head.txn, 0,
-                                                                       1, c.value)});
+        c.call.replicas.push_back(
+            {node(uint8_t(d)), donors[d].reserve(c.call.head.key, Kind::named, c.call.head.txn, 0, 1, c.value)});
       }
       if (c.call.replicas.empty()) {
         history[c.key].pop_back();
@@ -449,8 +448,7 @@ struct World {
     if (c.step == Client::Step::idle) return begin(c);
     if (c.step == Client::Step::reserved) {
       if (roll(8) == 0) {  // the writer dies between reserve and commit: its sessions end
-        for (Donor& d : donors)
-          REQUIRE(d.apply({Mark::What::drop, 0, 0, {}, c.call.head.txn, {}, {}}).is_ok());
+        for (Donor& d : donors) REQUIRE(d.apply({Mark::What::drop, 0, 0, {}, c.call.head.txn, {}, {}}).is_ok());
         history[c.key][c.op] = {HistoryOp::What::loss, 0, INT64_MAX, INT64_MAX};
         c.step = Client::Step::idle;
         return;
@@ -477,8 +475,10 @@ struct World {
     const SendMark send = d.inbox.front();
     d.inbox.pop_front();
     const Status s = d.apply(send.mark);
-    if (send.id && roll(20) != 0) home.mark_done(send.id, s);  // 1 in 20 answers is lost with the session
-    else if (send.id) restart(int(&d - donors));
+    if (send.id && roll(20) != 0)
+      home.mark_done(send.id, s);  // 1 in 20 answers is lost with the session
+    else if (send.id)
+      restart(int(&d - donors));
   }
   void restart(int i) {  // the worker: memory and table stay, what was on its way to it is lost
     donors[i].up = true;
@@ -541,7 +541,10 @@ struct World {
       donors[roll(kDonors)].up = false;
     } else if (what < 94 && losses) {
       const int i = int(roll(kDonors));
-      if (donors[i].fenced) come_back(i); else expel(i);
+      if (donors[i].fenced)
+        come_back(i);
+      else
+        expel(i);
     } else if (what < 95 && losses) {
       const int i = int(roll(kDonors));
       if (donors[i].up && !donors[i].fenced) evict(i);
@@ -614,14 +617,14 @@ void run(uint64_t seed, bool losses) {
 
 TEST_CASE("the checker finds a stale read") {
   using What = HistoryOp::What;
-  std::vector<HistoryOp> good{{What::put, 1, 1, 2}, {What::put, 2, 3, INT64_MAX}, {What::get, 1, 4, 5},
-                              {What::get, 2, 6, 7}};
+  std::vector<HistoryOp> good{
+      {What::put, 1, 1, 2}, {What::put, 2, 3, INT64_MAX}, {What::get, 1, 4, 5}, {What::get, 2, 6, 7}};
   CHECK(LinearizabilityCheck(good).holds());
   auto bad = good;
   bad.push_back({What::get, 1, 8, 9});
   CHECK_FALSE(LinearizabilityCheck(bad).holds());
-  std::vector<HistoryOp> resurrected{{What::put, 1, 1, 2}, {What::loss, 0, 3, INT64_MAX}, {What::get, 0, 4, 5},
-                                     {What::get, 1, 6, 7}};
+  std::vector<HistoryOp> resurrected{
+      {What::put, 1, 1, 2}, {What::loss, 0, 3, INT64_MAX}, {What::get, 0, 4, 5}, {What::get, 1, 6, 7}};
   CHECK_FALSE(LinearizabilityCheck(resurrected).holds());
 }
 

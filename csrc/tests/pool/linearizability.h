@@ -13,7 +13,7 @@ namespace torch_mooncake::pool::test {
 
 struct HistoryOp {
   enum class What { put, put_if_absent, kept, remove, removed_nothing, get, loss } what = What::get;
-  uint64_t value = 0;          // put: what; get: what was seen
+  uint64_t value = 0;  // put: what; get: what was seen
   int64_t called = 0;
   int64_t returned = INT64_MAX;  // INT64_MAX: unknown outcome
 };
@@ -45,16 +45,25 @@ class LinearizabilityCheck {
   static bool apply(const HistoryOp& op, uint64_t& value) {
     using What = HistoryOp::What;
     switch (op.what) {
-      case What::put: value = op.value; return true;
+      case What::put:
+        value = op.value;
+        return true;
       case What::put_if_absent:
         if (value != 0) return false;
         value = op.value;
         return true;
-      case What::kept: return value != 0;
-      case What::remove: value = 0; return true;
-      case What::removed_nothing: return value == 0;
-      case What::get: return value == op.value;
-      case What::loss: value = 0; return true;
+      case What::kept:
+        return value != 0;
+      case What::remove:
+        value = 0;
+        return true;
+      case What::removed_nothing:
+        return value == 0;
+      case What::get:
+        return value == op.value;
+      case What::loss:
+        value = 0;
+        return true;
     }
     return false;
   }

@@ -9,7 +9,7 @@
 NB_MODULE(_core, m) {
   using namespace torch_mooncake::python;
   nb::set_leak_warnings(false);  // objects of a default context may outlive the module's teardown
-  m.attr("__version__") = TM_VERSION;
+  m.attr("VERSION") = TM_VERSION;
   bind_memory(m);
   bind_transfer(m);
   bind_pool(m);

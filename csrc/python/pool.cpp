@@ -171,7 +171,7 @@ void bind_pool(nb::module_& m) {
           [](PyClient& c, PyObjectInfo& object, bool read_only, int64_t deadline_ns) {
             auto mapped =
                 unwrap(without_gil([&] { return c->map(object.get(), read_only, deadline_at(deadline_ns)); }));
-            return std::make_unique<Mapped>(std::move(mapped.data), mapped.nbytes, mapped.zero_copy, read_only);
+            return new Mapped(std::move(mapped.data), mapped.nbytes, mapped.zero_copy, read_only);
           },
           nb::arg("object"), nb::arg("read_only"), nb::arg("deadline_ns"))
       .def(

@@ -53,8 +53,8 @@ def _native() -> Check:
         from torch_mooncake import _core
     except ImportError as error:
         return Check("native core", False, str(error), "build the package: pip install .")
-    same = _core.__version__ == __version__
-    return Check("native core", same, f"version {_core.__version__}", f"the Python part is {__version__}: rebuild")
+    same = _core.VERSION == __version__
+    return Check("native core", same, f"version {_core.VERSION}", f"the Python part is {__version__}: rebuild")
 
 
 def _node(config: Config) -> Check:

@@ -93,12 +93,14 @@ TEST_CASE("garbage, HTTP, TLS, absurd lengths, half a frame: closed; nobody else
     auto address = server->listen(listen).value();
     auto session = friendly->connect(address, soon()).value();
     int resting = open_fds();
+    std::vector<UniqueFd> strangers;
     for (auto& input : inputs) {
-      auto fd = raw_connect(address);
-      (void)!::send(fd.get(), input.data(), input.size(), MSG_NOSIGNAL);
+      strangers.push_back(raw_connect(address));
+      (void)!::send(strangers.back().get(), input.data(), input.size(), MSG_NOSIGNAL);
       CHECK(session->call_sync(kEcho, "unaffected", soon()).is_ok());
-      CHECK(closed_by_peer(fd.get()));  // the incomplete ones after two seconds
     }
+    for (auto& fd : strangers) CHECK(closed_by_peer(fd.get()));  // the incomplete ones after two seconds
+    strangers.clear();
     CHECK(session->call_sync(kEcho, "unaffected", soon()).is_ok());
     CHECK(eventually([&] { return open_fds() == resting; }));
   }

@@ -286,6 +286,9 @@ Result<PeerPtr> EngineImpl::connect(const std::string& address, Deadline deadlin
   TM_ASSIGN(auto session, rpc_->connect(address, deadline));
   auto made = peer(session);
   TM_TRY(made->ensure_features(deadline));
+  // Where lanes are the way, open them now: the other side, which cannot, may want to send first.
+  auto* streams = made->endpoint<StreamEndpoint>();
+  if (streams && made->best_transport() == streams->name()) TM_TRY(streams->open_lanes(deadline));
   return PeerPtr(made);
 }
 

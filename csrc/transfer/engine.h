@@ -36,8 +36,8 @@ class Engine;
 class Peer;
 
 struct EngineOptions {
-  rpc::EndpointOptions rpc;
-  std::vector<std::string> listen;  // empty: connects only
+  rpc::EndpointOptions rpc{};
+  std::vector<std::string> listen{};  // empty: connects only
   // Which transports may be used, in order of preference. Unknown names raise `unsupported`. "tcp" covers lanes over
   // Unix sockets too, named "unix" in transport_for() when they carry the bytes.
   std::vector<std::string> transports = {"local", "shm", "tcp"};
@@ -49,8 +49,8 @@ struct EngineOptions {
 struct RegionOptions {
   bool readable = true;  // by peers
   bool writable = true;
-  std::shared_ptr<void> keep;  // dropped when the region is gone (a tensor)
-  std::string label;           // for errors
+  std::shared_ptr<void> keep{};  // dropped when the region is gone (a tensor)
+  std::string label{};           // for errors
 };
 
 // Memory that peers may reach. Registering is cheap and may overlap other regions.
@@ -91,10 +91,10 @@ enum class OpState : uint8_t { pending, done, failed, timeout, cancelled };
 
 struct OpOptions {
   Deadline deadline = Deadline::after_ms(Deadline::kDefaultMs);
-  std::string notify;                         // delivered to the target once, after the data is visible; <= 64 KiB
-  std::shared_ptr<Peer> peer;                 // who gets the notification of an op with an empty list
-  std::shared_ptr<void> keep;                 // dropped at the op's end, outside the engine's threads
-  std::function<void(const Status&)> on_end;  // engine callback thread, once
+  std::string notify{};                         // delivered to the target once, after the data is visible; <= 64 KiB
+  std::shared_ptr<Peer> peer{};                 // who gets the notification of an op with an empty list
+  std::shared_ptr<void> keep{};                 // dropped at the op's end, outside the engine's threads
+  std::function<void(const Status&)> on_end{};  // engine callback thread, once
 };
 
 class TM_API Op {

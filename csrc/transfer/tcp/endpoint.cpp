@@ -48,9 +48,14 @@ int StreamEndpoint::lanes_wanted() const {
   return static_cast<int>(first) + peer_.engine().options().lanes;
 }
 
+Status StreamEndpoint::open_lanes(Deadline deadline) {
+  auto& session = *peer_.session();
+  return session.is_initiator() ? session.open_lanes(lanes_wanted(), deadline) : Status();
+}
+
 Result<RemoteMemoryPtr> StreamEndpoint::open(const OpenedRegion&, Direction, Deadline deadline) {
   if (!available()) return RemoteMemoryPtr();
-  if (peer_.session()->is_initiator()) TM_TRY(peer_.session()->open_lanes(lanes_wanted(), deadline));
+  TM_TRY(open_lanes(deadline));
   return RemoteMemoryPtr(std::make_shared<StreamMemory>());
 }
 

@@ -29,6 +29,8 @@ class StreamEndpoint final : public TransportEndpoint {
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
   void session_over(const Status& why) override;
 
+  // Has the engine's number of lanes for bulk (the initiator; the other side uses what there is).
+  Status open_lanes(Deadline deadline);
   // A bulk frame begins.
   std::unique_ptr<rpc::BulkReceive> begin(std::string_view body, uint64_t payload_bytes, bool over_unix);
   void lane_closed(const rpc::Lane& lane);

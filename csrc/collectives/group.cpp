@@ -210,6 +210,9 @@ RequestPtr Group::receive(int from, Channel channel, uint64_t tag, void* data, u
   const Key key{channel, tag};
   auto request = std::make_shared<Request>(from, channel == Channel::p2p ? hub_->progress() : nullptr, std::move(keep));
   const Posted posted{from, request, static_cast<std::byte*>(data), nbytes, deadline, channel};
+  if (channel == Channel::collective) {
+    if (Status why = trouble(); !why.is_ok()) return Request::ended_with(from, why);
+  }
   if (take_arrival(key, posted)) return request;
 
   // A session with whom we wait for is how we learn of their death.
@@ -483,19 +486,30 @@ void Group::fail_pending(const Status& why, bool collectives, bool messages, int
   });
 }
 
+// Those we are connected to hear of it before this returns; the others by the progress thread, which may have to dial.
 void Group::tell_trouble(int lost_rank, const Status& why) {
   const Trouble trouble{id(), static_cast<uint32_t>(rank()), lost_rank, static_cast<uint8_t>(why.code()),
                         why.message()};
-  hub_->progress()->enqueue([self = shared_from_this(), lost_rank, body = trouble.encode()] {
-    for (int peer = 0; peer < self->size(); ++peer) {
-      if (peer == self->rank() || peer == lost_rank) continue;
-      {
-        std::lock_guard lock(self->mutex_);
-        if (!self->gone_[peer].is_ok()) continue;
-      }
+  const std::string body = trouble.encode();
+  std::vector<int> unconnected;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank() || peer == lost_rank) continue;
+    {
+      std::lock_guard lock(mutex_);
+      if (!gone_[peer].is_ok()) continue;
+    }
+    const auto links = hub_->links({options_.members[peer].engine});
+    if (links.empty()) {
+      unconnected.push_back(peer);
+    } else {
+      (void)session_of(*links[0])->post(kTrouble, body);  // a failure of theirs is found by whoever waits for them
+    }
+  }
+  if (unconnected.empty()) return;
+  hub_->progress()->enqueue([self = shared_from_this(), unconnected = std::move(unconnected), body] {
+    for (int peer : unconnected) {
       auto link = self->hub_->link(self->options_.members[peer], Deadline::after_ms(2000));
-      if (!link.is_ok()) continue;  // its own failure is found by whoever waits for it
-      (void)session_of(**link)->post(kTrouble, body);
+      if (link.is_ok()) (void)session_of(**link)->post(kTrouble, body);
     }
   });
 }

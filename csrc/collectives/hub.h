@@ -112,7 +112,9 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   Member self_;
   EnginePtr engine_;
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
-  std::mutex mutex_;  // taken before a group's or a link's, never while holding one
+  // Taken before a group's or a link's, never while holding one. Recursive: early messages are delivered inside add(),
+  // and a group that hears of a loss there asks for links.
+  std::recursive_mutex mutex_;
   std::map<Id128, LinkPtr> links_;
   std::map<Id128, std::shared_ptr<Group>> groups_;
   std::map<Id128, std::deque<Early>> early_;  // for groups not here yet

@@ -1,6 +1,7 @@
 // The collectives of MooncakeBackend: each checks its arguments, then queues what is to be done with raw memory.
 #include "torch/c10d_backend.h"
 #include "torch/c10d_tensors.h"
+#include "torch/compat.h"
 
 namespace torch_mooncake::dist {
 namespace {
@@ -361,7 +362,7 @@ WorkPtr MooncakeBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, Te
     kinds.emplace_back(dtype_of(outputs[i], "reduce_scatter_tensor_coalesced"),
                        reduce_op_of(opts.reduceOp, outputs[i], "reduce_scatter_tensor_coalesced"));
   }
-  return run({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "mooncake:reduce_scatter_tensor_coalesced",
+  return run({compat::kReduceScatterTensorCoalesced, "mooncake:reduce_scatter_tensor_coalesced",
               "reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp, outputs, inputs},
              [outputs, inputs, torch_op = opts.reduceOp, kinds](const Call& call) -> Status {
                for (size_t i = 0; i < inputs.size(); ++i) {

@@ -2,6 +2,8 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "torch/compat.h"
+
 namespace torch_mooncake::dist {
 
 void check_tensor(const at::Tensor& tensor, const char* op) {
@@ -94,7 +96,7 @@ coll::ReduceOp reduce_op_of(const c10d::ReduceOp& op, const at::Tensor& tensor, 
 
 at::Tensor premultiplied(const c10d::ReduceOp& op, const at::Tensor& tensor) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor;
-  const auto* factor = static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  const auto* factor = static_cast<const compat::PreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(factor != nullptr, "mooncake: PREMUL_SUM without its factor");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (factor->tensor_factor.defined()) return tensor * factor->tensor_factor.to(tensor.scalar_type());

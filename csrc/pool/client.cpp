@@ -105,6 +105,8 @@ Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
   TM_ASSIGN(auto local_link, local(deadline));
   if (local_link->node() == node) return local_link;
   NodeInfo info;
+  TM_ASSIGN(const View known, view());
+  if (!known.find(node)) TM_TRY(refresh_view(deadline));  // it may have joined since
   {
     std::lock_guard lock(mutex_);
     if (const auto it = links_.find(node); it != links_.end()) {
@@ -112,7 +114,7 @@ Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
       links_.erase(it);
     }
     const NodeInfo* found = view_.find(node);
-    if (!found) return {Code::peer_lost, "the node that holds this is not in the view"};
+    if (!found) return {Code::key_not_found, "the node that held this has left the pool"};
     info = *found;
   }
   std::lock_guard connecting(connect_mutex_);

@@ -149,8 +149,8 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
     info.crc32c = info.has_crc ? *object->parts_[0].crc32c : 0;
     out.emplace_back(ObjectPtr(std::move(object)));
   }
-  if (again.empty() || until.remaining_ns() < 5'000'000 || !usable().is_ok()) return out;
-  timespec pause{0, 5'000'000};
+  if (again.empty() || until.remaining_ns() < 20'000'000 || !usable().is_ok()) return out;
+  timespec pause{0, 20'000'000};
   nanosleep(&pause, nullptr);
   std::vector<std::string> some;
   for (size_t i : again) some.push_back(keys[i]);
@@ -193,16 +193,25 @@ Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<cons
   return {};
 }
 
+// From the first replica that answers. A node that is starting again is waited for; one that has left the pool took
+// its replicas along.
 Status ClientImpl::read_part(const ObjectPart& part, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
-  Status last(Code::key_not_found, "no replica is left");
-  for (const Replica& replica : part.replicas) {
-    auto node = link(replica.node, deadline);
-    last = node.is_ok() ? (*node)->read(replica.extent, replica.pieces, offset, out, deadline) : node.status();
-    if (last.is_ok()) return last;
-    if (last.code() != Code::key_not_found && !passing(last)) return last;
+  const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
+  for (int64_t pause_ms = 2;; pause_ms = std::min<int64_t>(pause_ms * 2, 100)) {
+    Status silent;
+    for (const Replica& replica : part.replicas) {
+      auto node = link(replica.node, deadline);
+      const Status s =
+          node.is_ok() ? (*node)->read(replica.extent, replica.pieces, offset, out, deadline) : node.status();
+      if (s.is_ok()) return s;
+      if (s.code() != Code::key_not_found && !passing(s)) return s;
+      if (passing(s)) silent = s;
+    }
+    if (silent.is_ok()) return {Code::key_not_found, "superseded: look it up again"};
+    if (until.remaining_ns() <= pause_ms * 1'000'000) return {Code::pool_unavailable, silent.message()};
+    timespec pause{0, pause_ms * 1'000'000};
+    nanosleep(&pause, nullptr);
   }
-  if (last.code() == Code::key_not_found) return {Code::key_not_found, "superseded: look it up again"};
-  return last;
 }
 
 // --- map ---

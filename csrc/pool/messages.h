@@ -78,11 +78,10 @@ struct View {
 struct JoinRequest {
   static constexpr const char* kName = "join";
   NodeInfo node;
-  Id128 lineage{};    // of the leader it belonged to last; zero: none
   uint64_t view = 0;  // the highest it has seen
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(node)(lineage)(view);
+    ar(node)(view);
   }
 };
 struct JoinAnswer {

@@ -55,7 +55,6 @@ Status NodeServiceImpl::start() {
 
 Status NodeServiceImpl::start_home() {
   const ViewRecord last = read_view_record(*table_map_);
-  lineage_ = self_.id;
   seed_ = random_u64();
   home_.emplace(last.view + 1, seed_);
   home_->expect(self_.id);

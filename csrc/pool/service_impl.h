@@ -127,7 +127,6 @@ class NodeServiceImpl final : public NodeService {
   std::unique_ptr<Donor> donor_;
   EnginePtr engine_;
   NodeInfo self_;
-  Id128 lineage_{};  // of the leader we belong to
   bool leader_ = false;
   std::vector<RegionPtr> regions_;
   MappingPtr table_map_;

@@ -26,7 +26,6 @@ Status NodeServiceImpl::be_member() {
   strand_.run_and_wait([&] {
     join.node = self_;
     join.node.used_bytes = donor_->stats().used_bytes;
-    join.lineage = lineage_;
     join.view = view_.number;
   });
   int64_t sent_ns = steady_ns();
@@ -78,7 +77,6 @@ Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAns
     TM_ASSIGN(view, decode<View>(reply.body));
   }
   strand_.run_and_wait([&] {
-    lineage_ = view.lineage;
     if (view.number > view_.number) view_ = view;
     lease_until_ns_ = sent_ns + kLeaseMs * 1'000'000;
   });

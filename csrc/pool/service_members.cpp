@@ -118,7 +118,7 @@ View NodeServiceImpl::make_view() const {
   View view;
   view.number = home_->view();
   view.seed = seed_;
-  view.lineage = lineage_;
+  view.lineage = self_.id;
   view.home = self_.id;
   view.nodes.push_back(self_);
   view.nodes[0].used_bytes = donor_->stats().used_bytes;
@@ -141,7 +141,7 @@ void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest reques
   if (request.node.id == self_.id || session->peer().role != "node")
     return responder->fail({Code::invalid_argument, "only another node can join"});
   const auto known = members_.find(request.node.id);
-  const bool of_last_view = expected_until_.count(request.node.id) != 0 && request.lineage == lineage_;
+  const bool of_last_view = expected_until_.count(request.node.id) != 0;
   Member& member = members_[request.node.id];
   const bool was_in = known != members_.end() && member.announced;
   member.info = request.node;
@@ -151,7 +151,8 @@ void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest reques
   if (request.view >= home_->view()) next_view(request.view + 1);
   JoinAnswer answer;
   answer.view = make_view();
-  answer.keep_named = (was_in && request.lineage == lineage_) || of_last_view;
+  // The id is that of its memory: a node that is in the view has been told of every version that counts, or will be.
+  answer.keep_named = was_in || of_last_view;
   answer.lease_ms = kLeaseMs;
   responder->ok(encode(answer));
 }

@@ -4,6 +4,7 @@
 
 #include <doctest/doctest.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,6 +37,7 @@ struct Node {
     keeper = ::fork();
     REQUIRE(keeper >= 0);
     if (keeper == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       ::close(pipe[0]);
       log::set_level(log::Level::off);
       set_failpoints(failpoints);
@@ -136,6 +138,7 @@ struct Process {
     pid = ::fork();
     REQUIRE(pid >= 0);
     if (pid != 0) return;
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     log::set_level(log::Level::off);
     set_failpoints(failpoints);
     ::_exit(fn());

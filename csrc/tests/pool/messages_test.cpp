@@ -1,0 +1,134 @@
+// The pool's messages: what was encoded is decoded, and no bytes whatever make a decoder accept what is out of bounds.
+#include "pool/messages.h"
+
+#include <doctest/doctest.h>
+
+#include <random>
+
+using namespace torch_mooncake;
+using namespace torch_mooncake::pool;
+
+namespace {
+
+CommitCall sample_commit() {
+  CommitCall c;
+  c.head.view = 7;
+  c.head.shard = 99;
+  c.head.key = "policy/wq";
+  c.head.kind = Kind::sealed;
+  c.head.part = 1;
+  c.head.parts = 3;
+  c.head.timeout_ms = 1234;
+  c.if_exists = IfExists::keep;
+  c.replicas = {{{1, 2, 3}, {5, 6}}, {{9}, {7, 8}}};
+  c.crc32c = 0xdeadbeef;
+  return c;
+}
+LookupAnswer sample_lookup() {
+  LookupAnswer a;
+  a.view = 3;
+  a.entries.resize(2);
+  LookupEntry& e = a.entries[1];
+  e.found = true;
+  e.version = {4, 5};
+  e.parts = 2;
+  e.places.resize(2);
+  e.places[1].part = 1;
+  e.places[1].at = {{7}, {8, 9}};
+  e.places[1].description = Description{10, "meta", "label", 11u, {{0, 4096, 10}}};
+  return a;
+}
+View sample_view() {
+  View v;
+  v.number = 12;
+  v.seed = 13;
+  v.home = {1};
+  v.nodes.push_back({{1}, {2}, "host", {"unix:///a", "tcp://b:1"}, 100, 50});
+  return v;
+}
+
+template <typename T>
+void check_cut_and_flipped(const std::string& body) {
+  for (size_t n = 0; n < body.size(); ++n) CHECK_FALSE(decode<T>(body.substr(0, n)).is_ok());
+  CHECK_FALSE(decode<T>(body + "x").is_ok());
+  std::mt19937 rng(1);
+  for (int i = 0; i < 20'000; ++i) {
+    std::string bad = body;
+    for (int flips = 0; flips < 1 + i % 3; ++flips) bad[rng() % bad.size()] = static_cast<char>(rng());
+    auto r = decode<T>(bad);  // the sanitizers watch
+    if (r.is_ok()) CHECK(decode<T>(encode(*r)).is_ok());
+  }
+}
+
+}  // namespace
+
+TEST_CASE("round trips") {
+  auto c = decode<CommitCall>(encode(sample_commit()));
+  REQUIRE(c.is_ok());
+  CHECK(c->head.key == "policy/wq");
+  CHECK(c->head.kind == Kind::sealed);
+  CHECK(c->head.parts == 3);
+  CHECK(c->if_exists == IfExists::keep);
+  CHECK(c->replicas[1].extent.generation == 8);
+  CHECK(c->crc32c == 0xdeadbeef);
+  auto a = decode<LookupAnswer>(encode(sample_lookup()));
+  REQUIRE(a.is_ok());
+  CHECK_FALSE(a->entries[0].found);
+  CHECK(a->entries[1].version == Version{4, 5});
+  CHECK_FALSE(a->entries[1].places[0].description);
+  CHECK(a->entries[1].places[1].description->pieces[0].offset == 4096);
+  auto v = decode<View>(encode(sample_view()));
+  REQUIRE(v.is_ok());
+  CHECK(v->nodes[0].addresses[1] == "tcp://b:1");
+  CHECK(v->find({1})->used_bytes == 50);
+  CHECK(v->find({5}) == nullptr);
+  Mark mark{Mark::What::supersede, 4, 5, {6, 7}, {8}, {9, 10}, {}};
+  CHECK(decode<Mark>(encode(mark))->extent.generation == 7);
+}
+
+TEST_CASE("cut, lengthened and flipped bytes") {
+  check_cut_and_flipped<CommitCall>(encode(sample_commit()));
+  check_cut_and_flipped<LookupAnswer>(encode(sample_lookup()));
+  check_cut_and_flipped<View>(encode(sample_view()));
+}
+
+TEST_CASE("random bytes to every decoder") {
+  std::mt19937 rng(2);
+  for (int i = 0; i < 20'000; ++i) {
+    std::string body(rng() % 200, '\0');
+    for (char& c : body) c = static_cast<char>(rng() % 8 ? rng() % 4 : rng());
+    if (!body.empty()) body[0] = static_cast<char>(kMessageFormat);
+    (void)decode<AttachRequest>(body).is_ok();
+    (void)decode<AttachAnswer>(body).is_ok();
+    (void)decode<JoinRequest>(body).is_ok();
+    (void)decode<AnnounceRequest>(body).is_ok();
+    (void)decode<BeatAnswer>(body).is_ok();
+    (void)decode<EvictedReport>(body).is_ok();
+    (void)decode<ReserveCall>(body).is_ok();
+    (void)decode<PutInlineCall>(body).is_ok();
+    (void)decode<LookupCall>(body).is_ok();
+    (void)decode<DescribeAnswer>(body).is_ok();
+    (void)decode<KeysAnswer>(body).is_ok();
+  }
+}
+
+TEST_CASE("limits") {
+  CommitCall c = sample_commit();
+  c.head.key = std::string(kMaxKeyBytes + 1, 'k');
+  CHECK(decode<CommitCall>(encode(c)).status().code() == Code::invalid_argument);
+  c = sample_commit();
+  c.if_exists = static_cast<IfExists>(9);
+  CHECK_FALSE(decode<CommitCall>(encode(c)).is_ok());
+  Description d;
+  d.pieces.resize(kMaxPieces + 1);
+  DescribeAnswer many;
+  many.descriptions = {d};
+  CHECK_FALSE(decode<DescribeAnswer>(encode(many)).is_ok());
+  std::string old = encode(sample_view());
+  old[0] = 2;
+  CHECK(decode<View>(old).status().code() == Code::version_mismatch);
+  // A count that the rest of the message cannot hold allocates nothing.
+  ByteWriter absurd;
+  absurd.put(kMessageFormat).put<uint64_t>(1).put<uint32_t>(0xffffffff);
+  CHECK_FALSE(decode<LookupCall>(absurd.take()).is_ok());
+}

@@ -15,6 +15,11 @@
 
 using namespace torch_mooncake;
 
+#if defined(__SANITIZE_THREAD__)
+// Children of a process with threads are part of what is tested here.
+extern "C" [[gnu::visibility("default")]] const char* __tsan_default_options() { return "die_after_fork=0"; }
+#endif
+
 static std::vector<unsigned char> noise(size_t n) {
   std::vector<unsigned char> v(n);
   random_bytes(v.data(), n);

@@ -19,6 +19,11 @@
 
 using namespace torch_mooncake;
 
+#if defined(__SANITIZE_THREAD__)
+// Children of a process with threads are part of what is tested here.
+extern "C" [[gnu::visibility("default")]] const char* __tsan_default_options() { return "die_after_fork=0"; }
+#endif
+
 static constexpr size_t kMiB = 1 << 20;
 
 TEST_CASE("segment: grows to its capacity, then pool_full with sizes; what was written stays") {

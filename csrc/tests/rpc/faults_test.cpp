@@ -7,6 +7,11 @@ using namespace rpc_test;
 
 TEST_CASE("peer process: serves loopback tcp" * doctest::skip()) { serve_as_peer("tcp://127.0.0.1:0"); }
 
+#if defined(__SANITIZE_THREAD__)
+// Children of a process with threads are part of what is tested here.
+extern "C" [[gnu::visibility("default")]] const char* __tsan_default_options() { return "die_after_fork=0"; }
+#endif
+
 namespace {
 EndpointOptions quick(const char* name) {
   auto options = named(name);
@@ -140,7 +145,7 @@ TEST_CASE("1000 sessions and 100 endpoints come and go: fds and threads return t
     passing->close();
     CHECK(steady_ns() - start < 4'000'000'000);
   }
-  CHECK(eventually([&] { return open_fds() == fds; }));
+  CHECK(eventually([&] { return open_fds() <= fds; }));              // the first count may have seen one being closed
   CHECK(eventually([&] { return live_threads() <= threads + 1; }));  // the server's worker thread began meanwhile
   CHECK(server->sessions().empty());
 }

@@ -53,7 +53,7 @@ def _native() -> Check:
         from torch_mooncake import _core
     except ImportError as error:
         return Check("native core", False, str(error), "build the package: pip install .")
-    same = _core.VERSION == __version__
+    same = __version__ == _core.VERSION
     return Check("native core", same, f"version {_core.VERSION}", f"the Python part is {__version__}: rebuild")
 
 

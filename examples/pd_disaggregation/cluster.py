@@ -135,11 +135,9 @@ class Cluster:
         return json.loads(line)
 
     def front_url(self, timeout_s: float = 60) -> str:
-        """Of the front, once it serves."""
-        front = wait_for(
-            lambda: self.check() and read_json(self.run_dir / "front.json"), timeout_s, "the front's start"
-        )
-        return front["url"]
+        """Of the front, once it serves; ChildFailed if a process dies before that."""
+        path = self.run_dir / "front.json"
+        return wait_for(lambda: read_json(path) or (self.check() and None), timeout_s, "the front's start")["url"]
 
     # ---- the end ------------------------------------------------------------------------------------------------
     def stop(self) -> None:

@@ -85,6 +85,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def main() -> int:
     args = parse_args()
     console = Console(highlight=False)
+    console.width = max(console.width, 125)  # the tables are no use when they wrap
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: everything is taken down
     try:
         return run(args, console)

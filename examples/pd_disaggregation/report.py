@@ -73,7 +73,7 @@ def show_turns(console: Console, turns: list[Turn]) -> None:
         "prompt",
         "reused",
         "TTFT ms",
-        "from pool MB",
+        "loaded MB",
         "GB/s",
         "pushed MB",
         "GB/s",
@@ -81,7 +81,7 @@ def show_turns(console: Console, turns: list[Turn]) -> None:
         "= plain",
     )
     for name in columns:
-        table.add_column(name, justify="left" if name in ("turn", "", "over", "= plain") else "right")
+        table.add_column(name, justify="left" if name in ("turn", "", "over", "= plain") else "right", no_wrap=True)
     for turn in turns:
         prefill = turn.answer.metrics["prefill"]
         loaded, pushed = prefill["pool_load_bytes"], prefill["push_bytes"]
@@ -101,7 +101,10 @@ def show_turns(console: Console, turns: list[Turn]) -> None:
     console.print(table)
 
 
-_CAPTION = "GB/s of pushes: over the time the prefill worker spent on them; what ran beside its computation is free"
+_CAPTION = (
+    "loaded: from the pool. pushed: to the decode worker; its GB/s are over the time the prefill worker spent on it, "
+    "what ran beside its computation is free"
+)
 
 
 def _verdict(turn: Turn) -> str:

@@ -86,13 +86,17 @@ class Story:
         messages.append({"role": "assistant", "content": answer.text})
         return self._keep(name, answer, note)
 
-    async def complete(self, name: str, prompt: str | list[int], note: str = "", cache_salt: str = "") -> Answer:
+    async def complete(self, name: str, prompt: str, note: str = "") -> Answer:
         """One plain completion, not streamed."""
-        body = {"prompt": prompt, "max_tokens": self.max_tokens, "cache_salt": cache_salt}
-        return self._keep(name, await ask(self.url, "/v1/completions", body), note)
+        body = {"prompt": prompt, "max_tokens": self.max_tokens}
+        answer = await ask(self.url, "/v1/completions", body)
+        self.console.print(f"[bold cyan]{name}[/] {escape(prompt)}\n   ", end="")
+        self._print_piece(answer.text)
+        return self._keep(name, answer, note)
 
     def _print_piece(self, piece: str) -> None:
-        self.console.print(escape(piece), end="", soft_wrap=True)
+        shown = "".join(char if char.isprintable() or char == "\n" else "·" for char in piece)
+        self.console.print(shown, end="", soft_wrap=True, markup=False)
 
     def _keep(self, name: str, answer: Answer, note: str) -> Answer:
         how = f"{answer.reused_tokens} of {len(answer.prompt_token_ids)} prompt tokens from the pool"

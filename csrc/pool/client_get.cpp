@@ -1,5 +1,6 @@
 // locate, read, map.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -8,6 +9,7 @@
 #include "common/crc32c.h"
 #include "memory/copy.h"
 #include "pool/client_impl.h"
+#include "pool/forked_children.h"
 
 namespace torch_mooncake::pool {
 namespace {
@@ -18,19 +20,65 @@ Status missing(std::string_view key) { return {Code::key_not_found, "key '" + st
 
 uint64_t page_up(uint64_t n) { return (n + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-// Pins, address range and budget of one mapped object: all go with the last pointer to it.
-struct Stitched {
-  std::vector<LinkPtr> links;  // one a part
-  std::vector<std::pair<Link*, uint32_t>> pins;
-  std::vector<MappingPtr> maps;
-  Link* budget = nullptr;
+// What keeps one mapped object in place: pins, and the budget they count against.
+struct Hold {
+  std::vector<LinkPtr> links;  // one a pin
+  std::vector<uint32_t> slots;
   uint64_t budget_bytes = 0;
-  std::byte* range = nullptr;  // ours to unmap
+  uint64_t epoch = fork_epoch();
+  void release() {
+    for (size_t i = 0; i < slots.size(); ++i) links[i]->pins().unpin(slots[i]);
+    if (!links.empty()) links[0]->release_map(budget_bytes);
+    links.clear();
+  }
+};
+
+// Those whose map a forked child may still have.
+struct Deferred {
+  std::mutex mutex;
+  std::vector<Hold> holds;
+};
+Deferred& deferred() {
+  static auto* d = new Deferred;
+  return *d;
+}
+
+void release_deferred() {
+  std::vector<Hold> over;
+  {
+    std::lock_guard lock(deferred().mutex);
+    auto& holds = deferred().holds;
+    if (holds.empty()) return;
+    std::erase_if(holds, [&](Hold& hold) {
+      if (!no_child_since(hold.epoch)) return false;
+      over.push_back(std::move(hold));
+      return true;
+    });
+  }
+  for (Hold& hold : over) hold.release();
+}
+
+// One mapped object: all goes with the last pointer to it.
+struct Stitched {
+  Hold hold;
+  MappingPtr map;              // the persistent one that `data` lies in, or
+  std::byte* range = nullptr;  // a range of our own to unmap
   uint64_t range_bytes = 0;
+  const pid_t pid = ::getpid();
   ~Stitched() {
     if (range) ::munmap(range, range_bytes);
-    for (auto& [link, slot] : pins) link->pins().unpin(slot);
-    if (budget) budget->release_map(budget_bytes);
+    release_deferred();
+    if (::getpid() != pid) {  // the pins are the parent's
+      std::lock_guard lock(deferred().mutex);
+      hold.epoch = UINT64_MAX;
+      static auto* kept = new std::vector<Hold>;
+      kept->push_back(std::move(hold));
+    } else if (no_child_since(hold.epoch)) {
+      hold.release();
+    } else {
+      std::lock_guard lock(deferred().mutex);
+      deferred().holds.push_back(std::move(hold));
+    }
   }
 };
 
@@ -267,21 +315,23 @@ Result<std::optional<MappedObject>> ClientImpl::map_local(const ObjectImpl& obje
     const Piece& p = pieces[i].second;
     if (p.offset % kPageBytes != 0 || (i + 1 < pieces.size() && p.nbytes % kPageBytes != 0)) return copy_it;
   }
-  auto owner = std::make_shared<Stitched>();
+  release_deferred();
   if (!sources[0].link->take_map(nbytes)) return copy_it;
-  owner->budget = sources[0].link.get();
-  owner->budget_bytes = nbytes;
-  for (const Source& source : sources) owner->links.push_back(source.link);
-  for (const Source& source : sources) {
-    auto slot = source.link->pins().pin(source.replica->extent);
+  auto owner = std::make_shared<Stitched>();
+  owner->hold.budget_bytes = nbytes;
+  owner->hold.links.push_back(sources[0].link);  // its budget; the pin may follow
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto& [link, replica] = sources[i];
+    if (i > 0) owner->hold.links.push_back(link);
+    auto slot = link->pins().pin(replica->extent);
     if (!slot.is_ok() && slot.status().code() == Code::busy) return copy_it;
     if (!slot.is_ok()) return Status(Code::key_not_found, "superseded: look it up again");
-    owner->pins.emplace_back(source.link.get(), *slot);
+    owner->hold.slots.push_back(*slot);
   }
   std::byte* data = nullptr;
   if (read_only && pieces.size() == 1) {
     const auto& [link, piece] = pieces[0];
-    owner->maps.push_back(link->read_map(piece.segment));
+    owner->map = link->read_map(piece.segment);
     data = const_cast<std::byte*>(link->read_only(piece));
   } else {
     const uint64_t range = page_up(nbytes);

@@ -14,6 +14,7 @@ Status NodeServiceImpl::apply_mark(const Mark& mark) {
     case Mark::What::commit:
       TM_TRY(failpoint("node.commit"));
       TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c));
+      reserved_until_.erase(mark.txn);
       return failpoint("node.committed");
     case Mark::What::finalize:
       return donor_->finalize(mark.extent);
@@ -27,6 +28,7 @@ Status NodeServiceImpl::apply_mark(const Mark& mark) {
     }
     case Mark::What::drop:
       donor_->drop_txn(mark.txn);
+      reserved_until_.erase(mark.txn);
       retry_reservations();
       return {};
   }

@@ -124,6 +124,36 @@ TEST_CASE("maps: private ones do not reach the pool; they outlive replacement, c
   CHECK(eventually([&] { return stats_of(*other).limbo_bytes == 0 && stats_of(*other).pinned == 0; }));
 }
 
+TEST_CASE("a forked child reads its inherited maps, whatever the parent lets go; its own end unpins nothing") {
+  Node node(32 << 20);
+  auto c = connect(node);
+  const std::string value = pattern(1, 2 << 20);
+  put(*c, "k", value);
+  auto mine = *c->map(*c->locate("k", {}, soon()), true, soon());
+  auto kept = *c->map(*c->locate("k", {}, soon()), false, soon());
+  int go[2];
+  REQUIRE(::pipe2(go, O_CLOEXEC) == 0);
+  {
+    Process child([&] {
+      kept = {};  // unmaps here; the parent's pin stays
+      char byte = 0;
+      if (::read(go[0], &byte, 1) != 1) return 2;
+      if (c->locate("k", {}, soon()).status().code() != Code::forked) return 3;
+      return std::memcmp(mine.data.get(), value.data(), value.size()) == 0 ? 0 : 1;
+    });
+    mine = {};
+    put(*c, "k", "new");
+    for (int i = 0; i < 40; ++i) put(*c, "f" + std::to_string(i), pattern(uint64_t(i), 2 << 20));
+    CHECK(std::memcmp(kept.data.get(), value.data(), value.size()) == 0);
+    CHECK(::write(go[1], "x", 1) == 1);
+    CHECK(child.wait() == 0);
+  }
+  ::close(go[0]);
+  ::close(go[1]);
+  kept = {};
+  CHECK(eventually([&] { return stats_of(*c).limbo_bytes == 0 && stats_of(*c).pinned == 0; }));
+}
+
 TEST_CASE("the budget of maps is half the memory, then copies") {
   Node node(16 << 20);
   auto c = connect(node);

@@ -48,6 +48,7 @@ class MooncakeBackend final : public c10d::Backend {
 
   WorkPtr broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) override;  // COO, SUM
   WorkPtr allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
   WorkPtr reduce(TensorList& tensors, const c10d::ReduceOptions& opts) override;
   WorkPtr allgather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::AllgatherOptions& opts) override;

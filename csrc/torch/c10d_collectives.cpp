@@ -78,6 +78,34 @@ Status all_reduce_one(const Call& call, const at::Tensor& tensor, const c10d::Re
   return {};
 }
 
+// Sparse (COO) sums: every rank collects all indices and values, and adds them up in rank order.
+Status all_reduce_sparse(const Call& call, const at::Tensor& tensor) {
+  at::NoGradGuard no_grad;
+  const int n = call.group.size();
+  const at::Tensor own = tensor.coalesce();
+  const at::Tensor indices = own.indices().contiguous();  // int64 [sparse_dim, nnz]
+  const at::Tensor values = own.values().contiguous();    // [nnz, dense sizes…]
+  int64_t nnz = own._nnz();
+  std::vector<int64_t> all_nnz(n);
+  std::vector<Piece> counts;
+  for (auto& count : all_nnz) counts.push_back({&count, sizeof count});
+  TM_TRY(coll::all_gather(call, {&nnz, sizeof nnz}, counts));
+  TensorList all_indices, all_values;
+  std::vector<Piece> index_pieces, value_pieces;
+  for (int64_t count : all_nnz) {
+    auto sizes = values.sizes().vec();
+    sizes[0] = count;
+    all_indices.push_back(at::empty({indices.size(0), count}, indices.options()));
+    all_values.push_back(at::empty(sizes, values.options()));
+    index_pieces.push_back(piece_of(all_indices.back()));
+    value_pieces.push_back(piece_of(all_values.back()));
+  }
+  TM_TRY(coll::all_gather(call, const_piece_of(indices), index_pieces));
+  TM_TRY(coll::all_gather(call, const_piece_of(values), value_pieces));
+  tensor.copy_(at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values, 0), tensor.sizes()).coalesce());
+  return {};
+}
+
 // A list of splits along dim 0 as pieces of a contiguous tensor; empty splits: equal ones.
 std::vector<Piece> split_pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int n) {
   if (splits.empty()) return cuts(tensor, n);
@@ -115,6 +143,7 @@ WorkPtr MooncakeBackend::broadcast(TensorList& tensors, const c10d::BroadcastOpt
 }
 
 WorkPtr MooncakeBackend::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   const at::Tensor tensor = only(tensors, "all_reduce");
   const auto op = reduce_op_of(opts.reduceOp, tensor, "all_reduce");
   const auto dtype = dtype_of(tensor, "all_reduce");
@@ -122,6 +151,16 @@ WorkPtr MooncakeBackend::allreduce(TensorList& tensors, const c10d::AllreduceOpt
              [tensor, torch_op = opts.reduceOp, op, dtype](const Call& call) {
                return all_reduce_one(call, tensor, torch_op, dtype, op);
              });
+}
+
+WorkPtr MooncakeBackend::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) {
+  TORCH_CHECK_VALUE(tensors.size() == 1 && tensors[0].is_sparse() && tensors[0].device().is_cpu(),
+                    "mooncake: all_reduce_sparse: one sparse (COO) tensor on the CPU is expected");
+  TORCH_CHECK_VALUE(opts.reduceOp.op_ == c10d::ReduceOp::SUM,
+                    "mooncake: all_reduce: sparse tensors can only be summed");
+  return run({OpType::_ALLREDUCE_SPARSE, "mooncake:sparse_all_reduce", "all_reduce (sparse)", opts.timeout,
+              opts.asyncOp, tensors, tensors},
+             [tensor = tensors[0]](const Call& call) { return all_reduce_sparse(call, tensor); });
 }
 
 WorkPtr MooncakeBackend::allreduce_coalesced(TensorList& tensors, const c10d::AllreduceCoalescedOptions& opts) {

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from processes import eventually, processes_with
@@ -29,7 +30,7 @@ def test_writers_and_readers_never_touch_each_other(pool: tm.Pool, child: Any) -
 
 
 def test_a_big_get_maps_and_copies_nothing(pool: tm.Pool, child: Any) -> None:
-    child()("import torch, torch_mooncake as tm; tm.put('k', torch.ones(128 << 20, dtype=torch.uint8))")
+    child()("import torch, torch_mooncake as tm; tm.put('k', torch.ones(50 << 20, dtype=torch.uint8))")
 
     def private_bytes() -> int:
         return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon"))) << 10
@@ -37,7 +38,7 @@ def test_a_big_get_maps_and_copies_nothing(pool: tm.Pool, child: Any) -> None:
     before = private_bytes()
     readonly = tm.get("k", readonly=True)
     plain = tm.get("k")
-    assert int(readonly.sum()) == int(plain.sum()) == 128 * MiB
+    assert int(readonly.sum()) == int(plain.sum()) == 50 * MiB
     assert private_bytes() - before < 16 * MiB
     assert tm.stat()["client_maps"] >= 1
     plain[0] = 2
@@ -58,20 +59,34 @@ def test_a_tensor_keeps_its_version_while_the_key_is_replaced_and_deleted(pool: 
     assert eventually(lambda: tm.stat()["nodes"][0]["limbo_bytes"] == 0)
 
 
-def test_a_pinned_pool_is_full_and_recovers(pool: tm.Pool) -> None:
-    tensors: list[torch.Tensor] = []
-
-    def put_and_hold(n: int) -> None:
-        for i in range(len(tensors), n):
-            tm.put(f"k{i}", torch.full((20 * MiB,), i, dtype=torch.uint8), timeout=2)
-            tensors.append(tm.get(f"k{i}", readonly=True))
-
-    put_and_hold(8)
-    with pytest.raises(tm.PoolFull):
-        put_and_hold(20)
+def test_a_client_holds_at_most_half_the_pool_mapped_then_gets_copies(pool: tm.Pool) -> None:
+    tensors = []
+    for i in range(20):
+        tm.put(f"k{i}", torch.full((20 * MiB,), i, dtype=torch.uint8), timeout=10)
+        tensors.append(tm.get(f"k{i}", readonly=True))
     assert all(int(t[0]) == int(t[-1]) == i for i, t in enumerate(tensors))
+    assert 100 * MiB <= tm.stat()["client_mapped_bytes"] <= 128 * MiB
     tensors.clear()
-    tm.put("after", torch.zeros(100 * MiB, dtype=torch.uint8))
+    assert eventually(lambda: tm.stat()["client_mapped_bytes"] == 0)
+    tm.put("after", torch.zeros(200 * MiB, dtype=torch.uint8))
+
+
+def test_a_pinned_pool_is_full_and_recovers(pool: tm.Pool, child: Any) -> None:
+    code = (
+        "import torch, torch_mooncake as tm; held = []\n"
+        "for i in range(6):\n"
+        "    tm.put(f'{name}{i}', torch.full((20 << 20,), i, dtype=torch.uint8)); held.append(tm.get(f'{name}{i}'))\n"
+    )
+    others = [child(), child()]
+    for name, other in zip("ab", others, strict=True):
+        other(code, name=name)
+    with pytest.raises(tm.PoolFull, match="pinned"):
+        tm.put("k", torch.zeros(40 * MiB, dtype=torch.uint8), timeout=1)
+    for other in others:
+        assert other("result = [int(t[0]) == int(t[-1]) == i for i, t in enumerate(held)]") == [True] * 6
+    others[0].kill()
+    tm.put("k", torch.zeros(100 * MiB, dtype=torch.uint8), timeout=10)
+    assert others[1]("result = [int(t[0]) == int(t[-1]) == i for i, t in enumerate(held)]") == [True] * 6
 
 
 def test_unpinned_objects_are_evicted_for_new_ones(pool: tm.Pool) -> None:
@@ -87,7 +102,7 @@ def test_a_client_may_be_killed_at_any_time(pool: tm.Pool, child: Any) -> None:
     tm.put("k", torch.arange(1_000_000))
     for _ in range(3):
         other = child()
-        other("import torch, torch_mooncake as tm; held = tm.get('k', readonly=True); big = torch.zeros(30 << 20)")
+        other("import torch, torch_mooncake as tm; held = tm.get('k', readonly=True); big = torch.zeros(8 << 20)")
         other.start("while True: tm.put('mine', big)")
         time.sleep(0.3)
         other.kill()
@@ -146,7 +161,7 @@ def test_keeper_takes_its_worker_along(pool: tm.Pool, pool_env: Any) -> None:
 def test_everything_killed_leaves_nothing(pool_env: Any, child: Any) -> None:
     others = [child() for _ in range(3)]
     for i, other in enumerate(others):
-        other(f"import torch, torch_mooncake as tm; tm.put('k{i}', torch.zeros(30 << 20)); t = tm.get('k{i}')")
+        other(f"import torch, torch_mooncake as tm; tm.put('k{i}', torch.zeros(5 << 20)); t = tm.get('k{i}')")
     shm = set(os.listdir("/dev/shm"))
     for pid in [*(o.pid for o in others), *pool_env.nodes()]:
         os.kill(pid, signal.SIGKILL)
@@ -178,8 +193,8 @@ def test_fork_reattaches(pool: tm.Pool) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            assert int(held[99_999]) == 99_999
-            assert torch.equal(tm.get("k"), held)
+            # numpy compares: torch's OpenMP threads do not survive a fork
+            assert np.array_equal(tm.get("k").numpy(), held.numpy())
             tm.put("from child", os.getpid())
             engine_error = b"ok"
         except BaseException as error:

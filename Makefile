@@ -84,7 +84,7 @@ FUZZ_SECONDS ?= 60
 fuzz: $(STAMPS)/dev  ## every fuzzer, FUZZ_SECONDS each
 	cmake -S . -B build/fuzz -G Ninja -DTM_FUZZ=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF \
 	  -DCMAKE_C_COMPILER=clang-14 -DCMAKE_CXX_COMPILER=clang++-14
-	cmake --build build/fuzz -j $(JOBS)
+	cmake --build build/fuzz --target tm_fuzzers -j $(JOBS)
 	for target in build/fuzz/*_fuzz; do $$target -max_total_time=$(FUZZ_SECONDS) -max_len=65536; done
 
 SANITIZE ?= address,undefined

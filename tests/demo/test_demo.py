@@ -40,10 +40,13 @@ def processes_of(run_dir: Path) -> list[str]:
 
 
 def wait_until_clean(run_dir: Path, shm_before: set[str]) -> None:
+    """No process, and no name in /dev/shm that came up during the test and stays (other tests may run beside)."""
     deadline = time.monotonic() + 10
-    while (left := processes_of(run_dir)) or (names := set(os.listdir("/dev/shm")) - shm_before):
+    names = set(os.listdir("/dev/shm")) - shm_before
+    while (left := processes_of(run_dir)) or names:
         assert time.monotonic() < deadline, left or names
         time.sleep(0.1)
+        names &= set(os.listdir("/dev/shm"))
 
 
 def wait_for_services(run_dir: Path, demo: subprocess.Popen) -> None:

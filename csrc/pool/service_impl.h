@@ -135,7 +135,8 @@ class NodeServiceImpl final : public NodeService {
   Strand strand_;
   std::atomic<bool> closing_{false};
   std::mutex close_mutex_;
-  bool closed_ = false, draining_ = false;
+  bool closed_ = false;
+  std::atomic<bool> draining_{false};
   bool soon_armed_ = false;
 
   std::unordered_map<SessionId, ClientSession> clients_;

@@ -30,7 +30,10 @@ def killed(rank: int, world: int, collective: str) -> list[float]:
     }
     dist.all_reduce(big)
     if rank == 1:
+        for other in (0, 2):  # not before the others have the result, too
+            dist.recv(torch.zeros(1), other)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(torch.zeros(1), 1)
     first = _seconds(calls[collective], "rank 1 ")
     later = _seconds(dist.barrier, "rank 1 ")  # the group stays broken, at once
     return [first, later]
@@ -46,7 +49,10 @@ def test_a_killed_rank_fails_the_others_by_name(collective: str) -> None:
 def killed_in_messages(rank: int, world: int) -> None:
     dist.barrier()
     if rank == 1:
+        for other in (0, 2):
+            dist.recv(torch.zeros(1), other)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(torch.zeros(1), 1)
     if rank == 0:
         assert _seconds(lambda: dist.recv(torch.zeros(4), 1), "rank 1 ") < 10
         dist.send(torch.ones(4), 2)

@@ -1,7 +1,5 @@
 #include "transfer/shm/lane.h"
 
-#include <atomic>
-
 #include "transfer/slices.h"
 
 namespace torch_mooncake::transfer {
@@ -28,7 +26,7 @@ Status SegmentCopy::copy(std::span<const CopyPiece> pieces) {
 }
 
 Status SegmentCopy::validate() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // visible to the peer before anything that follows
+  // The copy has fenced its stores, so they are visible to the peer before any message that follows.
   return op().peer().session()->status();
 }
 

@@ -75,7 +75,7 @@ bool LaneScheduler::send_next(const std::vector<std::shared_ptr<rpc::Lane>>& lan
     }
     if (ready_.empty()) return false;
     for (auto& candidate : lanes) {
-      if (frames_[candidate->index()] >= kLaneFrames) continue;
+      if (refusing_.count(candidate->index()) || frames_[candidate->index()] >= kLaneFrames) continue;
       if (!lane || candidate->queued_bytes() < lane->queued_bytes() ||
           (candidate->queued_bytes() == lane->queued_bytes() && frames_[candidate->index()] < frames_[lane->index()]))
         lane = candidate;
@@ -106,7 +106,14 @@ bool LaneScheduler::send_next(const std::vector<std::shared_ptr<rpc::Lane>>& lan
     sent(stream, chunk, lane, payload, status);
     pump();
   };
-  if (Status status = lane->send_bulk(std::move(frame)); !status) sent(stream, chunk, lane, payload, status);
+  if (Status status = lane->send_bulk(std::move(frame)); !status) {
+    // It is being shut down, perhaps by this very thread, later: lane_closed() will come and pump again.
+    {
+      std::lock_guard lock(mutex_);
+      refusing_.insert(lane->index());
+    }
+    sent(stream, chunk, lane, payload, status);
+  }
   return true;
 }
 

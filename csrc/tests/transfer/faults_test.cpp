@@ -1,0 +1,551 @@
+// Two real processes: what happens when one dies, stops, loses lanes, or takes its memory back.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <map>
+#include <sstream>
+#include <thread>
+
+#include "common/failpoint.h"
+#include "common/random.h"
+#include "transfer/child.h"
+
+namespace transfer_test {
+namespace {
+
+constexpr size_t kMiB = 1 << 20;
+
+double seconds_since(int64_t start_ns) { return static_cast<double>(steady_ns() - start_ns) / 1e9; }
+
+// ---- The other process
+
+std::string from_hex(const std::string& hex) {
+  std::string out;
+  for (size_t i = 0; i + 1 < hex.size(); i += 2) out += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
+  return out;
+}
+
+std::string run_command(Engine& engine, Way way, std::istringstream in) {
+  struct Named {
+    Memory memory;
+    RegionPtr region;
+  };
+  static std::map<std::string, Named> regions;
+  static std::map<std::string, PeerPtr> peers;
+  static std::map<std::string, RemoteRegionPtr> remotes;
+  static OpPtr op;
+  std::string verb, name;
+  in >> verb >> name;
+  if (verb == "make") {  // make NAME BYTES SEED
+    size_t nbytes;
+    uint64_t seed;
+    in >> nbytes >> seed;
+    Memory memory(way, nbytes);
+    if (seed) fill(memory.data, nbytes, seed);
+    auto region = memory.register_in(engine, {.label = name});
+    regions.emplace(name, Named{memory, region});
+    return to_hex(region->descriptor());
+  }
+  if (verb == "descriptor") return to_hex(regions.at(name).region->descriptor());
+  if (verb == "holds") {  // holds NAME BYTES SEED
+    size_t nbytes;
+    uint64_t seed;
+    in >> nbytes >> seed;
+    auto* data = regions.at(name).memory.data;
+    bool same = seed ? mismatch(data, nbytes, seed) == nbytes : all_zero(data, nbytes);
+    return same ? "yes" : "no";
+  }
+  if (verb == "zero") {
+    std::memset(regions.at(name).memory.data, 0, regions.at(name).memory.nbytes);
+    return "ok";
+  }
+  if (verb == "digest") {  // of all bytes
+    uint64_t sum = 0;
+    auto& memory = regions.at(name).memory;
+    for (size_t i = 0; i < memory.nbytes; ++i) sum = sum * 31 + static_cast<uint8_t>(memory.data[i]);
+    return std::to_string(sum);
+  }
+  if (verb == "deregister") {  // deregister NAME MS
+    int64_t ms;
+    in >> ms;
+    Status s = engine.deregister(regions.at(name).region, Deadline::after_ms(ms));
+    return std::string(code_name(s.code())) + " " + s.message();
+  }
+  if (verb == "quarantined") return std::to_string(engine.stats().quarantined_regions);
+  if (verb == "notes") return std::to_string(engine.stats().notifications);
+  if (verb == "sessions") return std::to_string(engine.stats().sessions);
+  if (verb == "connect") {  // connect NAME ADDRESS
+    std::string address;
+    in >> address;
+    peers[name] = must(engine.connect(address, soon()));
+    return "ok";
+  }
+  if (verb == "open") {  // open NAME PEER HEX
+    std::string peer, hex;
+    in >> peer >> hex;
+    remotes[name] = must(peers.at(peer)->open(from_hex(hex), soon()));
+    return remotes[name]->transport();
+  }
+  if (verb == "write" || verb == "read") {  // write LOCAL REMOTE BYTES MS
+    std::string remote;
+    size_t nbytes;
+    int64_t ms;
+    in >> remote >> nbytes >> ms;
+    std::vector<Slice> slices = {{regions.at(name).region, 0, remotes.at(remote), 0, nbytes}};
+    OpOptions options{.deadline = Deadline::after_ms(ms)};
+    op = must(verb == "write" ? engine.write(slices, options) : engine.read(slices, options));
+    return "ok";
+  }
+  if (verb == "wait") {
+    Status s = op->wait();
+    return std::string(code_name(s.code())) + " " + s.message();
+  }
+  return "unknown command " + verb;
+}
+
+void be_the_other_process() {
+  auto way = static_cast<Way>(std::stoi(getenv("TM_TEST_WAY")));
+  FILE* in = fdopen(std::stoi(getenv("TM_TEST_IN")), "r");
+  FILE* out = fdopen(std::stoi(getenv("TM_TEST_OUT")), "w");
+  auto engine = must(Engine::create(options_for(way, "child")));
+  fprintf(out, "%s\n", engine->addresses().front().c_str());
+  fflush(out);
+  char* line = nullptr;
+  size_t capacity = 0;
+  while (getline(&line, &capacity, in) > 0) {
+    std::string answer = run_command(*engine, way, std::istringstream(line));
+    fprintf(out, "%s\n", answer.c_str());
+    fflush(out);
+  }
+  _exit(0);
+}
+
+}  // namespace
+
+// Not a test in the parent; the body of a Child.
+TEST_CASE("the other process") {
+  if (getenv("TM_TEST_OUT")) be_the_other_process();
+}
+
+Child::Child(Way way, const std::string& failpoints) {
+  int down[2], up[2];
+  REQUIRE(pipe2(down, O_CLOEXEC) == 0);
+  REQUIRE(pipe2(up, O_CLOEXEC) == 0);
+  std::vector<std::string> environment;
+  for (char** e = environ; *e; ++e) environment.push_back(*e);
+  environment.push_back("TM_TEST_WAY=" + std::to_string(static_cast<int>(way)));
+  environment.push_back("TM_TEST_IN=" + std::to_string(down[0]));
+  environment.push_back("TM_TEST_OUT=" + std::to_string(up[1]));
+  if (!failpoints.empty()) environment.push_back("TM_FAILPOINTS=" + failpoints);
+  std::vector<char*> env;
+  for (auto& e : environment) env.push_back(e.data());
+  env.push_back(nullptr);
+  const char* args[] = {"/proc/self/exe", "-tc=the other process", "-ni", "-nv", nullptr};
+  pid_ = vfork();
+  if (pid_ == 0) {
+    fcntl(down[0], F_SETFD, 0);
+    fcntl(up[1], F_SETFD, 0);
+    execve(args[0], const_cast<char**>(args), env.data());
+    _exit(127);
+  }
+  close(down[0]);
+  close(up[1]);
+  to_ = down[1];
+  from_ = up[0];
+  address_ = answer();
+}
+
+Child::~Child() {
+  kill_and_reap();
+  close(to_);
+  close(from_);
+}
+
+void Child::kill_and_reap() {
+  if (pid_ <= 0) return;
+  ::kill(pid_, SIGKILL);
+  waitpid(pid_, nullptr, 0);
+  pid_ = -1;
+}
+
+void Child::stop() {
+  signal(SIGSTOP);
+  int state = 0;
+  REQUIRE(waitpid(pid_, &state, WUNTRACED) == pid_);
+  REQUIRE(WIFSTOPPED(state));
+}
+
+void Child::tell(const std::string& command) {
+  std::string line = command + "\n";
+  REQUIRE(write(to_, line.data(), line.size()) == static_cast<ssize_t>(line.size()));
+}
+
+std::string Child::answer() {
+  for (auto until = soon(60'000);;) {
+    if (auto end = pending_.find('\n'); end != std::string::npos) {
+      std::string line = pending_.substr(0, end);
+      pending_.erase(0, end + 1);
+      return line;
+    }
+    pollfd poll_fd{from_, POLLIN, 0};
+    REQUIRE(poll(&poll_fd, 1, until.remaining_ms()) == 1);
+    char buffer[4096];
+    ssize_t n = read(from_, buffer, sizeof buffer);
+    REQUIRE(n > 0);
+    pending_.append(buffer, static_cast<size_t>(n));
+  }
+}
+
+std::string Child::ask(const std::string& command) {
+  tell(command);
+  return answer();
+}
+
+std::string Child::make(const std::string& name, size_t nbytes, uint64_t seed) {
+  return from_hex(ask("make " + name + " " + std::to_string(nbytes) + " " + std::to_string(seed)));
+}
+
+RemoteRegionPtr Child::open(Peer& peer, const std::string& name) {
+  return must(peer.open(from_hex(ask("descriptor " + name)), soon()));
+}
+
+bool Child::holds(const std::string& name, size_t nbytes, uint64_t seed) {
+  return ask("holds " + name + " " + std::to_string(nbytes) + " " + std::to_string(seed)) == "yes";
+}
+
+// ---- Tests
+
+TEST_CASE("two processes: what was written is there, what is read was there") {
+  for (Way way : kTwoProcessWays) {
+    CAPTURE(name_of(way));
+    TwoProcesses two(way);
+    constexpr size_t kBytes = 40 * kMiB + 5;
+    auto remote = two.remote("r", kBytes);
+    CHECK(remote->transport() == name_of(way));
+    Memory memory(way, kBytes);
+    fill(memory.data, kBytes, 21);
+    auto local = memory.register_in(*two.engine);
+    for (size_t n : {size_t{1}, size_t{65537}, kBytes}) {
+      two.child.ask("zero r");
+      REQUIRE_OK(must(two.engine->write({{local, 0, remote, 0, n}}, {.deadline = soon()}))->wait());
+      CHECK(two.child.holds("r", n, 21));
+    }
+    std::memset(memory.data, 0, kBytes);
+    REQUIRE_OK(must(two.engine->read({{local, 0, remote, 0, kBytes}}, {.deadline = soon()}))->wait());
+    CHECK(mismatch(memory.data, kBytes, 21) == kBytes);
+    CHECK(two.peer->same_host() == (way != Way::tcp));
+  }
+}
+
+TEST_CASE("SIGKILL in the middle: peer_lost in less than a second, and the engine lives on") {
+  for (Way way : kTwoProcessWays) {
+    for (bool writes : {true, false}) {
+      CAPTURE(name_of(way));
+      CAPTURE(writes);
+      TwoProcesses two(way);
+      constexpr size_t kBytes = 128 * kMiB;
+      auto remote = two.remote("r", kBytes, 4);
+      Memory memory(way, kBytes);
+      auto local = memory.register_in(*two.engine);
+      auto start_op = [&] {
+        std::vector<Slice> slices = {{local, 0, remote, 0, kBytes}};
+        return must(writes ? two.engine->write(slices, {.deadline = soon()})
+                           : two.engine->read(slices, {.deadline = soon()}));
+      };
+      // Several, so that whatever the speed some of them are under way.
+      std::vector<OpPtr> ops;
+      for (int i = 0; i < 12; ++i) ops.push_back(start_op());
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      auto start = steady_ns();
+      two.child.kill_and_reap();
+      size_t lost = 0;
+      for (auto& op : ops) {
+        Status status = op->wait();
+        if (!status.is_ok()) {
+          CHECK_MESSAGE(status.code() == Code::peer_lost, status.to_string());
+          CHECK(status.message().find("child") != std::string::npos);
+          ++lost;
+        }
+      }
+      CHECK(lost > 0);
+      CHECK(seconds_since(start) < 2.0);  // promised: 1 s
+      CHECK(!two.peer->alive());
+      CHECK(two.engine->write({{local, 0, remote, 0, 1}}, {}).status().code() == Code::peer_lost);
+      REQUIRE_OK(two.engine->deregister(local, soon()));
+      Child next(way);
+      auto peer = must(two.engine->connect(next.address(), soon()));
+      next.make("r", 4096);
+      auto again = memory.register_in(*two.engine);
+      REQUIRE_OK(must(two.engine->write({{again, 0, next.open(*peer, "r"), 0, 4096}}, {.deadline = soon()}))->wait());
+    }
+  }
+}
+
+TEST_CASE("SIGSTOP: a write and a read end by their deadline; after SIGCONT nothing lands any more") {
+  for (Way way : {Way::unix_socket, Way::tcp}) {
+    for (bool writes : {true, false}) {
+      CAPTURE(name_of(way));
+      CAPTURE(writes);
+      TwoProcesses two(way);
+      constexpr size_t kBytes = 64 * kMiB;
+      auto remote = two.remote("r", kBytes, 6);
+      Memory memory(way, kBytes);
+      fill(memory.data, kBytes, 5);
+      auto local = memory.register_in(*two.engine);
+      two.child.stop();
+      std::vector<Slice> slices = {{local, 0, remote, 0, kBytes}};
+      OpOptions options{.deadline = Deadline::after_ms(400)};
+      auto start = steady_ns();
+      auto op = must(writes ? two.engine->write(slices, options) : two.engine->read(slices, options));
+      Status status = op->wait();
+      CHECK(status.code() == Code::deadline_exceeded);
+      CHECK(op->state() == OpState::timeout);
+      CHECK(seconds_since(start) >= 0.4);
+      CHECK(seconds_since(start) < 2.65);  // promised: 0.65 s
+      CHECK(op->remote_quiescent() == !writes);
+      // The memory is the caller's again.
+      fill(memory.data, kBytes, 77);
+      REQUIRE_OK(two.engine->deregister(local, Deadline::after_ms(2000)));
+      two.child.signal(SIGCONT);
+      if (writes) {
+        for (auto until = soon(); !op->remote_quiescent() && !until.expired();) std::this_thread::yield();
+        REQUIRE(op->remote_quiescent());
+        auto before = two.child.ask("digest r");
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        CHECK(two.child.ask("digest r") == before);
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      }
+      CHECK(mismatch(memory.data, kBytes, 77) == kBytes);
+      // The peer is usable again.
+      auto fresh = memory.register_in(*two.engine);
+      REQUIRE_OK(must(two.engine->write({{fresh, 0, remote, 0, kBytes}}, {.deadline = soon()}))->wait());
+      CHECK(two.child.holds("r", kBytes, 77));
+    }
+  }
+}
+
+TEST_CASE("SIGSTOP of the puller: the write ends by its deadline and is quiescent once the target says so") {
+  TwoProcesses two(Way::process_vm, "transfer.pull=sleep:300");
+  constexpr size_t kBytes = 64 * kMiB;
+  auto remote = two.remote("r", kBytes);
+  Memory memory(Way::process_vm, kBytes);
+  fill(memory.data, kBytes, 5);
+  auto local = memory.register_in(*two.engine);
+  auto start = steady_ns();
+  auto op = must(two.engine->write({{local, 0, remote, 0, kBytes}}, {.deadline = Deadline::after_ms(350)}));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  two.child.stop();
+  CHECK(op->wait().code() == Code::deadline_exceeded);
+  CHECK(seconds_since(start) < 2.6);
+  CHECK(!op->remote_quiescent());
+  two.child.signal(SIGCONT);
+  for (auto until = soon(); !op->remote_quiescent() && !until.expired();) std::this_thread::yield();
+  REQUIRE(op->remote_quiescent());
+  auto before = two.child.ask("digest r");
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  CHECK(two.child.ask("digest r") == before);
+}
+
+TEST_CASE("a stopped writer inside a shared segment keeps the memory in quarantine until it is released or dead") {
+  for (bool dies : {false, true}) {
+    CAPTURE(dies);
+    // The child writes into our segment and stops itself between two steps of the copy.
+    auto options = options_for(Way::segment, "owner");
+    options.rpc.heartbeat_limit_ms = 1500;
+    auto engine = must(Engine::create(options));
+    Child child(Way::segment, "transfer.copy=stop@2");
+    constexpr size_t kBytes = 48 * kMiB;
+    Memory target(Way::segment, kBytes);
+    auto keep = std::make_shared<int>(0);
+    std::weak_ptr<int> weak = keep;
+    auto region = must(engine->register_segment(target.segment, 0, kBytes, {.keep = std::move(keep)}));
+    child.ask("connect p " + engine->addresses().front());
+    CHECK(child.ask("open w p " + to_hex(region->descriptor())) == "shm");
+    child.make("source", kBytes, 9);
+    child.ask("write source w " + std::to_string(kBytes) + " 60000");
+    int state = 0;
+    REQUIRE(waitpid(child.pid(), &state, WUNTRACED) == child.pid());
+    REQUIRE(WIFSTOPPED(state));
+    Status busy = engine->deregister(region, Deadline::after_ms(200));
+    CHECK(busy.code() == Code::busy);
+    CHECK(busy.message().find("child") != std::string::npos);
+    CHECK(engine->stats().quarantined_regions == 1);
+    CHECK(!weak.expired());
+    // The session is given up for silence meanwhile; that is a timeout, and frees nothing.
+    for (auto until = soon(10'000); engine->stats().sessions > 0 && !until.expired();)
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(engine->stats().sessions == 0);
+    CHECK(engine->deregister(region, Deadline::after_ms(100)).code() == Code::busy);
+    CHECK(!weak.expired());
+    if (dies) {
+      child.kill_and_reap();
+      REQUIRE_OK(engine->deregister(region, Deadline::after_ms(5000)));
+      for (auto until = soon(5000); !weak.expired() && !until.expired();) std::this_thread::yield();
+      CHECK(weak.expired());
+      CHECK(engine->stats().quarantined_regions == 0);
+    } else {
+      child.signal(SIGCONT);
+      // What the child writes now goes where nobody else's bytes are: the region is still in quarantine.
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      CHECK(engine->stats().quarantined_regions == 1);
+      child.kill_and_reap();
+      REQUIRE_OK(engine->deregister(region, Deadline::after_ms(5000)));
+    }
+    engine->close();
+  }
+}
+
+TEST_CASE("deregister while a peer copies through its map waits for that copy, then succeeds") {
+  auto engine = must(Engine::create(options_for(Way::segment, "owner")));
+  Child child(Way::segment, "transfer.copy=sleep:400@2");
+  constexpr size_t kBytes = 48 * kMiB;
+  Memory target(Way::segment, kBytes);
+  auto region = must(engine->register_segment(target.segment, 0, kBytes, {}));
+  child.ask("connect p " + engine->addresses().front());
+  child.ask("open w p " + to_hex(region->descriptor()));
+  child.make("source", kBytes, 9);
+  child.ask("write source w " + std::to_string(kBytes) + " 20000");
+  std::this_thread::sleep_for(std::chrono::milliseconds(150));
+  CHECK(engine->deregister(region, Deadline::after_ms(20)).code() == Code::busy);
+  REQUIRE_OK(engine->deregister(region, soon()));
+  CHECK(child.ask("wait").rfind("OK", 0) == 0);  // it was inside before we called it back
+  CHECK(mismatch(target.data, kBytes, 9) == kBytes);
+  CHECK(engine->stats().quarantined_regions == 0);
+  child.ask("write source w 4096 20000");
+  CHECK(child.ask("wait").find("deregistered") != std::string::npos);
+  engine->close();
+}
+
+TEST_CASE("deregistering our own side of an op in flight is busy, and names the peer") {
+  TwoProcesses two(Way::tcp);
+  constexpr size_t kBytes = 64 * kMiB;
+  auto remote = two.remote("r", kBytes, 6);
+  Memory memory(Way::tcp, kBytes);
+  auto local = memory.register_in(*two.engine);
+  two.child.stop();
+  auto op = must(two.engine->read({{local, 0, remote, 0, kBytes}}, {.deadline = Deadline::after_ms(700)}));
+  Status busy = two.engine->deregister(local, Deadline::after_ms(50));
+  CHECK(busy.code() == Code::busy);
+  CHECK(busy.message().find("child") != std::string::npos);
+  REQUIRE_OK(two.engine->deregister(local, Deadline::after_ms(4000)));
+  CHECK(op->ended());
+  two.child.signal(SIGCONT);
+}
+
+TEST_CASE("lanes killed in the middle of ops: slices are re-sent, every byte is right, notified once") {
+  for (Way way : {Way::unix_socket, Way::tcp}) {
+    for (bool writes : {true, false}) {
+      CAPTURE(name_of(way));
+      CAPTURE(writes);
+      TwoProcesses two(way);
+      constexpr size_t kBytes = 48 * kMiB + 17;
+      auto remote = two.remote("r", kBytes, writes ? 0 : 31);
+      Memory memory(way, kBytes);
+      if (writes) fill(memory.data, kBytes, 31);
+      auto local = memory.register_in(*two.engine);
+      std::atomic<bool> stop{false};
+      std::atomic<int> killed{0};
+      std::thread killer([&] {
+        while (!stop) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(4));
+          for (auto& lane : two.peer->session()->lanes()) {
+            if (lane->index() < 2 || stop) continue;
+            lane->kill(Status(Code::peer_lost, "cut by the test"));
+            ++killed;
+            break;
+          }
+        }
+      });
+      for (int round = 0; round < 4; ++round) {
+        std::vector<Slice> slices = {{local, 0, remote, 0, kBytes}};
+        OpOptions options{.deadline = soon(60'000), .notify = "once"};
+        auto op = must(writes ? two.engine->write(slices, options) : two.engine->read(slices, options));
+        Status status = op->wait();
+        CHECK_MESSAGE(status.is_ok(), status.to_string());
+        if (writes) {
+          CHECK(two.child.holds("r", kBytes, 31));
+          two.child.ask("zero r");
+        } else {
+          CHECK(mismatch(memory.data, kBytes, 31) == kBytes);
+          std::memset(memory.data, 0, kBytes);
+        }
+      }
+      stop = true;
+      killer.join();
+      CHECK(killed > 0);
+      CHECK(two.child.ask("notes") == "4");
+      CHECK(two.peer->alive());
+    }
+  }
+}
+
+TEST_CASE("cancel: the op ends as cancelled, and once quiescent nothing lands") {
+  for (Way way : kTwoProcessWays) {
+    CAPTURE(name_of(way));
+    // Whoever copies takes a nap between steps, so that the cancellation comes in the middle.
+    TwoProcesses two(way, "transfer.pull=sleep:50");
+    if (way == Way::segment) set_failpoints("transfer.copy=sleep:50");
+    constexpr size_t kBytes = 64 * kMiB;
+    auto remote = two.remote("r", kBytes);
+    Memory memory(way, kBytes);
+    fill(memory.data, kBytes, 3);
+    auto local = memory.register_in(*two.engine);
+    auto op = must(two.engine->write({{local, 0, remote, 0, kBytes}}, {.deadline = soon(), .notify = "never"}));
+    if (way == Way::segment || way == Way::process_vm) std::this_thread::sleep_for(std::chrono::milliseconds(80));
+    op->cancel();
+    Status status = op->wait(soon(5000));
+    CHECK_MESSAGE(status.code() == Code::cancelled, status.to_string());
+    CHECK(op->state() == OpState::cancelled);
+    op->cancel();
+    for (auto until = soon(); !op->remote_quiescent() && !until.expired();) std::this_thread::yield();
+    REQUIRE(op->remote_quiescent());
+    set_failpoints("");
+    two.child.ask("zero r");
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    CHECK(two.child.holds("r", kBytes, 0));
+    CHECK(two.child.ask("notes") == "0");
+    REQUIRE_OK(must(two.engine->write({{local, 0, remote, 0, kBytes}}, {.deadline = soon()}))->wait());
+    CHECK(two.child.holds("r", kBytes, 3));
+  }
+}
+
+TEST_CASE("wait() with a deadline of its own gives up, the op goes on") {
+  TwoProcesses two(Way::tcp);
+  auto remote = two.remote("r", kMiB, 2);
+  Memory memory(Way::tcp, kMiB);
+  auto local = memory.register_in(*two.engine);
+  two.child.stop();
+  auto op = must(two.engine->read({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}));
+  CHECK(op->wait(Deadline::after_ms(30)).code() == Code::deadline_exceeded);
+  CHECK(op->state() == OpState::pending);
+  two.child.signal(SIGCONT);
+  REQUIRE_OK(op->wait());
+  CHECK(mismatch(memory.data, kMiB, 2) == kMiB);
+}
+
+TEST_CASE("in a forked child an engine says forked, and goes without harm") {
+  TwoProcesses two(Way::process_vm);
+  auto remote = two.remote("r", 4096, 2);
+  Memory memory(Way::process_vm, 4096);
+  auto local = memory.register_in(*two.engine);
+  REQUIRE_OK(must(two.engine->read({{local, 0, remote, 0, 4096}}, {.deadline = soon()}))->wait());
+  pid_t pid = fork();
+  if (pid == 0) {
+    bool right = two.engine->write({{local, 0, remote, 0, 1}}, {}).status().code() == Code::forked &&
+                 two.engine->register_memory(memory.data, 1, {}).status().code() == Code::forked &&
+                 two.engine->connect(two.child.address(), soon()).status().code() == Code::forked;
+    two.engine.reset();
+    _exit(right ? 0 : 1);
+  }
+  int state = 0;
+  REQUIRE(waitpid(pid, &state, 0) == pid);
+  CHECK(WIFEXITED(state));
+  CHECK(WEXITSTATUS(state) == 0);
+  REQUIRE_OK(must(two.engine->write({{local, 0, remote, 0, 4096}}, {.deadline = soon()}))->wait());
+}
+
+}  // namespace transfer_test

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config
-from torch_mooncake.errors import AuthError, DeadlineExceeded, Error, InvalidArgument, PoolUnavailable
+from torch_mooncake.errors import AuthError, DeadlineExceeded, InvalidArgument, IoError, PeerLost, PoolUnavailable
 
 if TYPE_CHECKING:
     from torch_mooncake import _core
@@ -84,11 +84,8 @@ def find_or_start(config: Config, deadline: int, connect: Connect) -> _core.Clie
 
         cluster = torchrun.cluster(config, deadline)
         ready = start(config, folder, deadline, listen=cluster.listen, leader=cluster.leader, token=cluster.token)
-        cluster.publish(ready, pool_token(config) or cluster.token)
-    client = _try(config, connect, deadline)
-    if client is None:
-        raise PoolUnavailable(f"the node at {socket_address(config)} started and is gone again{_log_tail(folder)}")
-    return client
+        cluster.publish(ready, pool_token(config))
+    return _connect(config, connect, deadline)
 
 
 def _try(config: Config, connect: Connect, deadline: int) -> _core.Client | None:
@@ -97,11 +94,20 @@ def _try(config: Config, connect: Connect, deadline: int) -> _core.Client | None
     if not path.exists():
         return None
     try:
-        return connect(socket_address(config), pool_token(config), deadline)
-    except Error as error:
-        if error.code in ("PEER_LOST", "POOL_UNAVAILABLE", "IO"):
-            return None
-        raise
+        return _connect(config, connect, deadline)
+    except (PeerLost, IoError):
+        return None
+
+
+def _connect(config: Config, connect: Connect, deadline: int) -> _core.Client:
+    """A client of the node that listens. One that is not ready yet (joining its leader) is waited for."""
+    while True:
+        try:
+            return connect(socket_address(config), pool_token(config), deadline)
+        except PoolUnavailable:
+            if seconds_left(deadline) < 0.1:
+                raise
+        time.sleep(0.05)
 
 
 def _lock(fd: int, deadline: int, folder: Path) -> None:
@@ -147,7 +153,12 @@ def environment(token: str) -> dict[str, str]:
 def start(
     config: Config, folder: Path, deadline: int, *, listen: list[str], leader: str = "", token: str = ""
 ) -> list[str]:
-    """Start the node and return the addresses it is ready at. Called with the folder's spawn.lock held."""
+    """Start the node and return the addresses it is ready at. Called with the folder's spawn.lock held.
+
+    ``token``: what the cluster agreed on, for this host's processes to find in the folder.
+    """
+    if token and not config.token:
+        _write_token(folder, token)
     deadline = min(deadline, deadline_ns(config.start_timeout_s))
     reader, writer = os.pipe()
     try:
@@ -160,7 +171,7 @@ def start(
                 stderr=log,
                 pass_fds=(writer,),
                 start_new_session=True,
-                env=environment(token or config.token),
+                env=environment(config.token),
                 cwd="/",
                 check=True,
             )
@@ -175,6 +186,14 @@ def start(
     if kind == "ready":
         return text.split()
     raise PoolUnavailable(f"the node did not start: {text if kind == 'error' else line!r}{_log_tail(folder)}")
+
+
+def _write_token(folder: Path, token: str) -> None:
+    fresh = folder / "token.fresh"
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token + "\n")
+    fresh.rename(folder / "token")
 
 
 def _read_line(fd: int, deadline: int, folder: Path) -> str:

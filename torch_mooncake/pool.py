@@ -207,14 +207,21 @@ class Pool:
         client = self._client(deadline)
         result = []
         for key, found, into in zip(keys, client.locate_many([_key(k) for k in keys], deadline), outs, strict=True):
-            try:
-                if isinstance(found, Exception):
-                    raise found
-                result.append(values.load(client, found, deadline, out=into, readonly=readonly))
-            except KeyNotFound:  # missing, or superseded meanwhile: get() tells which
-                default = None if missing == "mask" else MISSING
-                left = seconds_left(deadline)
-                result.append(self.get(key, readonly=readonly, out=into, default=default, timeout=left))
+            if not isinstance(found, Exception):
+                try:
+                    result.append(values.load(client, found, deadline, out=into, readonly=readonly))
+                    continue
+                except KeyNotFound:  # superseded since it was looked up
+                    pass
+            elif not isinstance(found, KeyNotFound):
+                raise found
+            elif missing == "mask":
+                result.append(None)
+                continue
+            # get() says whether it is there now, and raises in its own frame: no error holds on to our tensors.
+            default = None if missing == "mask" else MISSING
+            left = seconds_left(deadline)
+            result.append(self.get(key, readonly=readonly, out=into, default=default, timeout=left))
         return result
 
     # --- the rest ---

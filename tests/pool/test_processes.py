@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -226,10 +229,6 @@ def test_torch_dataloader_workers_use_the_pool(pool: tm.Pool) -> None:
 
 
 def test_a_service_node_over_tcp_needs_its_token(pool_env: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-    import subprocess
-    import sys
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -278,3 +277,19 @@ def test_unreachable_addresses_are_clear_errors(pool_env: Any) -> None:
     with pytest.raises((tm.PoolUnavailable, tm.PeerLost, tm.IoError, tm.DeadlineExceeded)):
         tm.Pool("127.0.0.1:1", timeout=3)
     assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize("wait", ["tm.wait('never', timeout=60)", "tm.get('never', wait=60)"])
+def test_ctrl_c_ends_a_wait(pool: tm.Pool, wait: str) -> None:
+    code = f"import torch_mooncake as tm; tm.init(); print('waiting', flush=True)\ntry: {wait}\n"
+    code += "except KeyboardInterrupt: print('interrupted', flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.5)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "interrupted\n"
+    assert process.wait(10) == 0
+    assert time.monotonic() - start < 5
+    process.stdout.close()

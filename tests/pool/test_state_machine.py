@@ -86,6 +86,9 @@ class PoolAndDict(RuleBasedStateMachine):
     def release(self) -> None:
         self.held.clear()
 
+    def teardown(self) -> None:
+        self.held.clear()
+
     @invariant()
     def same_keys(self) -> None:
         assert tm.keys("k") == sorted(self.model)

@@ -1,0 +1,51 @@
+"""Hosts of one torchrun make one pool, found through the Store. The hosts here are two runtime folders and host ids."""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import torch_mooncake as tm
+from torch_mooncake.config import Config
+from torch_mooncake.torchrun import cluster
+
+
+def test_two_hosts_make_one_pool(pool_env: Any, child: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="tm-test-", dir="/tmp") as other_dir:
+        common = {
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GROUP_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+        }
+        host0 = child({**common, "GROUP_RANK": "0", "TM_HOST_ID": "h0"})
+        host1 = child({**common, "GROUP_RANK": "1", "TM_HOST_ID": "h1", "TM_RUNTIME_DIR": other_dir})
+        host1.start("import torch, torch_mooncake as tm; tm.put('from1', torch.arange(100_000)); result = tm.keys()")
+        host0("import torch, torch_mooncake as tm; tm.put('from0', torch.arange(200_000)); tm.wait('from1')")
+        host1.result()
+        assert host0("result = [len(tm.stat()['nodes']), int(tm.get('from1')[-1])]") == [2, 99_999]
+        assert host1("result = [len(tm.stat()['nodes']), int(tm.get('from0')[-1])]") == [2, 199_999]
+        host1("tm.put('from0', 'replaced')")
+        assert host0("result = tm.get('from0')") == "replaced"
+        assert host1.close() == 0
+        assert host0.close() == 0
+
+
+def test_several_hosts_without_a_store_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(tm.PoolUnavailable, match="init_process_group"):
+        cluster(Config.from_env(), 0)
+
+
+def test_one_host_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert cluster(Config.from_env(), 0).listen == []

@@ -47,6 +47,7 @@ def zero_copy(table: Table, pipe: Any, n: int, nbytes: int) -> None:
     gets: dict[bool, list[float]] = {False: [], True: []}
     sums: dict[bool, list[float]] = {False: [], True: []}
     warm: list[float] = []
+    again: list[float] = []
     tm.get("big")  # the segment is mapped once
     for i in range(n):
         pipe.send((f"fresh{i % 2}", nbytes))
@@ -61,6 +62,8 @@ def zero_copy(table: Table, pipe: Any, n: int, nbytes: int) -> None:
             assert total == nbytes // 4
             gets[readonly].append((got - start) * 1e3)
             sums[readonly].append((summed - got) * 1e3)
+            if readonly:
+                again += [1e3 * s for s in repeat(1, tensor.sum)]
             del tensor
     table.measured(f"get of {size} put by another process", gets[False], "ms", limit=1.0, at_least=False)
     table.measured(f"get of {size}, readonly", gets[True], "ms", limit=1.0, at_least=False)
@@ -75,8 +78,18 @@ def zero_copy(table: Table, pipe: Any, n: int, nbytes: int) -> None:
             baseline=warm,
             ratio_limit=1.1 if readonly or allowed else 1.6,
             at_least=False,
-            note="" if readonly else f"shared huge pages {'allowed' if allowed else 'not allowed'}",
+            note="first touch of these pages; shared huge pages " + ("allowed" if allowed else "not allowed"),
         )
+    table.measured(
+        f"sum over it, readonly, again ({size})",
+        again,
+        "ms",
+        against="sum of a warm local tensor",
+        baseline=warm,
+        ratio_limit=1.1,
+        at_least=False,
+        note="pages that this process has touched before",
+    )
 
 
 def puts_and_gets(table: Table, raw: Raw, n: int, quick: bool) -> None:

@@ -104,6 +104,7 @@ Result<Address> parse_address(std::string_view text) {
 
 bool SocketAddress::is_loopback() const {
   if (family() == AF_UNIX) return true;
+  if (family() == 0) return false;
   if (family() == AF_INET) {
     auto* in = reinterpret_cast<const sockaddr_in*>(&storage);
     return ntohl(in->sin_addr.s_addr) >> 24 == 127;
@@ -122,7 +123,19 @@ bool SocketAddress::is_wildcard() const {
   return false;
 }
 
+bool SocketAddress::same_ip(const SocketAddress& other) const {
+  if (family() != other.family()) return false;
+  if (family() == AF_INET) {
+    return reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr ==
+           reinterpret_cast<const sockaddr_in*>(&other.storage)->sin_addr.s_addr;
+  }
+  return family() == AF_INET6 &&
+         std::memcmp(&reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr,
+                     &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr, sizeof(in6_addr)) == 0;
+}
+
 std::string SocketAddress::to_string() const {
+  if (family() == 0) return "an address that is gone";
   Address address;
   char host[INET6_ADDRSTRLEN] = "";
   if (family() == AF_INET) {

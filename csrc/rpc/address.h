@@ -31,12 +31,14 @@ struct SocketAddress {
   int family() const { return storage.ss_family; }
   bool is_loopback() const;  // Unix sockets count
   bool is_wildcard() const;
+  bool same_ip(const SocketAddress& other) const;
   std::string to_string() const;  // as parse_address takes it
 };
 
 // Numeric hosts at once; names by the resolver on a helper thread, so that the deadline holds.
 Result<std::vector<SocketAddress>> resolve(const Address& address, Deadline deadline);
 
+// Of family 0 if the socket is not connected (any more).
 SocketAddress local_address(int fd);
 SocketAddress remote_address(int fd);
 // The host's own addresses, non-loopback first, IPv4 before IPv6; link-local ones left out.

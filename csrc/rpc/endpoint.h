@@ -1,6 +1,6 @@
 // Endpoint: the sockets and I/O threads of one engine. Listens, connects, authenticates, keeps sessions.
 //
-// Handshake (before it: frames of at most 512 bytes, 2 s, a bounded number of connections, never in the way of
+// Handshake (before it: frames of at most 512 bytes, 2 s, at most 64 connections, never in the way of
 // authenticated ones): both sides send a nonce and prove knowledge of the token by HMAC-SHA256 over both nonces, roles,
 // engine ids, protocol versions and the address dialled; extra lanes prove the session key derived from them. Over a
 // Unix socket the peer's uid (SO_PEERCRED) must be ours or listed, and the token is still proven if set. Garbage, an
@@ -62,9 +62,12 @@ class TM_API Endpoint {
   // error. Unknown scheme: unsupported, naming it.
   virtual Result<SessionPtr> connect(const std::string& address, Deadline deadline, bool reuse = true) = 0;
 
-  // Before listen/connect. Methods: 1-99 rpc itself, 100-199 transfer, 200-299 pool, 300-399 collectives, 400+ users.
+  // These three: before listen/connect; later they have no effect and log an error. Methods: 1-99 rpc itself, 100-199
+  // transfer, 200-299 pool, 300-399 collectives, 400+ users.
   virtual void handle(uint16_t method, RunOn where, Handler handler) = 0;
   virtual void set_bulk_handler(BulkHandler* handler) = 0;  // outlives the endpoint
+  // Every new session, dialled (in connect's thread) or accepted (on an I/O thread), before any message of it is
+  // handled.
   virtual void on_session(std::function<void(const SessionPtr&)> fn) = 0;
 
   // Runs fn once at about `when` on an I/O thread (deadlines, retries). Returns an id for cancel_timer.
@@ -72,7 +75,8 @@ class TM_API Endpoint {
   virtual void cancel_timer(uint64_t id) = 0;  // does not wait for a running fn
 
   virtual std::vector<SessionPtr> sessions() const = 0;
-  // Ends all sessions and threads; everything pending fails with `closed`. Idempotent. Returns within ~2 s.
+  // Ends all sessions and threads; everything pending fails with `closed`. Idempotent. Returns within ~2 s, unless a
+  // worker handler runs longer: it is waited for. From a callback it returns at once and the threads end after it.
   virtual void close() = 0;
 };
 

@@ -39,7 +39,10 @@ LaneImpl::LaneImpl(std::shared_ptr<Core> core, std::shared_ptr<SessionImpl> sess
     std::string named = session_->is_initiator() ? there.to_string() : here.to_string();
     description_ = "unix " + named.substr(std::min(named.size(), std::strlen("unix://")));
   } else {
-    auto plain = [](const SocketAddress& a) { return a.to_string().substr(std::strlen("tcp://")); };
+    auto plain = [](const SocketAddress& a) {
+      std::string text = a.to_string();
+      return text.rfind("tcp://", 0) == 0 ? text.substr(std::strlen("tcp://")) : text;
+    };
     description_ = "tcp " + plain(here) + " -> " + plain(there);
   }
   ForkGuard::add(fd_.get());

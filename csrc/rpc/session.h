@@ -5,10 +5,14 @@
 // ride the first lane and overtake queued bulk frames there. Small control messages are written on the caller's
 // thread when the socket takes them.
 //
-// Ownership: sessions are shared_ptrs; the Endpoint holds one until it closes. Threads: every method is safe from any
-// thread. Callbacks run on the endpoint's I/O threads and must not block, unless said otherwise. After the end of a
-// session (EOF, error, close, the peer's death) every pending call fails with peer_lost (or closed), once, and
-// on_close callbacks run, once; calls made later fail at once.
+// A TCP session of two processes on one host gets a Unix connection too (see Endpoint::connect), which then is lane 0
+// and carries control; the TCP connection is lane 1.
+//
+// Ownership: sessions are shared_ptrs; the Endpoint holds one until the session is over. Threads: every method is safe
+// from any thread. Callbacks run on the endpoint's I/O threads and must not block, unless said otherwise. After the end
+// of a session (EOF, error, close, the peer's death) every pending call fails with peer_lost (or closed), once; then
+// its lanes die; after the last of them, when no frame is being received or sent any more, on_close callbacks run,
+// once. Calls made later fail at once. Control messages that the kernel has not taken when a session ends are dropped.
 #pragma once
 
 #include <sys/uio.h>
@@ -145,11 +149,12 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   virtual std::vector<std::shared_ptr<Lane>> lanes() const = 0;
   virtual Status open_lanes(int n, Deadline deadline) = 0;
 
-  virtual void on_close(std::function<void(const Status&)> fn) = 0;  // runs at once if already over
+  virtual void on_close(std::function<void(const Status&)> fn) = 0;  // runs at once (here) if already over
   virtual void on_lane_close(std::function<void(Lane&, const Status&)> fn) = 0;
   virtual void close(const Status& why) = 0;  // returns at once
 
-  // Any one object may hang its per-session state here (transfer, pool: one slot each; see Slot).
+  // Any one object may hang its per-session state here (transfer, pool: one slot each; see Slot). Kept as long as the
+  // Session: hold the session weakly in it.
   enum Slot : int { kTransferSlot = 0, kPoolSlot = 1, kCollectivesSlot = 2, kSlots = 3 };
   virtual void set_state(Slot slot, std::shared_ptr<void> state) = 0;
   virtual std::shared_ptr<void> state(Slot slot) const = 0;

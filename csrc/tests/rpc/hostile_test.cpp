@@ -106,6 +106,24 @@ TEST_CASE("garbage, HTTP, TLS, absurd lengths, half a frame: closed; nobody else
   }
 }
 
+TEST_CASE("connections that reset at once, before or inside the handshake, leave nothing behind") {
+  QuietLog quiet;
+  auto server = make_endpoint(named("server"));
+  auto address = server->listen("tcp://127.0.0.1:0").value();
+  int resting = open_fds();
+  std::string hello = InitiatorHandshake(random_id(), "", address).hello();
+  for (int i = 0; i < 500; ++i) {
+    auto fd = raw_connect(address);
+    Wire wire(fd.get(), soon(), never);
+    if (i % 2) REQUIRE(wire.send(FrameType::hello, hello).is_ok());
+    if (i % 4 == 3) (void)wire.expect(FrameType::challenge, Stage::unproven);
+    linger reset{1, 0};
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+  }
+  CHECK(still_serves(address, ""));
+  CHECK(eventually([&] { return open_fds() <= resting; }));
+}
+
 TEST_CASE("every shortened or flipped handshake message is refused, and the server lives") {
   QuietLog quiet;
   auto server = make_endpoint(with_token("server", "secret"));

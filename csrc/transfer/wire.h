@@ -19,8 +19,6 @@ enum Method : uint16_t {
   kWriteCancel = 131,  // call: answered when no byte of that stream can land
   kRead = 132,         // call: send me these chunks; answered at the stream's end
   kReadEnd = 133,      // post: no more chunks of that stream, please
-  kWriteSmall = 134,   // call: pieces and their bytes in one message
-  kReadSmall = 135,    // call: pieces; the answer holds their bytes
 };
 
 // Requests with longer lists are split. 20 bytes a piece stay well under the 16 MiB of a control message.

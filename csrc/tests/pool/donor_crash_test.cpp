@@ -5,8 +5,8 @@
 #include <functional>
 
 #include "common/failpoint.h"
-#include "pool/pin_slots.h"
 #include "pool/donor_fixture.h"
+#include "pool/pin_slots.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::pool;

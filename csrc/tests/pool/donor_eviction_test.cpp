@@ -2,8 +2,8 @@
 #include <random>
 #include <set>
 
-#include "pool/pin_slots.h"
 #include "pool/donor_fixture.h"
+#include "pool/pin_slots.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::pool;

@@ -41,7 +41,7 @@ class LaneScheduler {
   std::set<OutgoingPtr> live_;
   std::deque<OutgoingPtr> ready_;        // have work; each once
   std::map<uint32_t, uint32_t> frames_;  // in flight, by lane
-  std::set<uint32_t> refusing_;  // lanes that take no more; indices are never used again
+  std::set<uint32_t> refusing_;          // lanes that take no more; indices are never used again
   bool pumping_ = false, pump_again_ = false;
 };
 

@@ -103,9 +103,12 @@ class Child:
         return self.result()
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal, and wait until it has taken hold: dead, or stopped."""
         self.process.send_signal(signum)
         if signum == signal.SIGKILL:
             self.process.wait()
+        elif signum == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def close(self) -> int:
         """End it in an orderly way; its exit status."""

@@ -198,10 +198,15 @@ void StreamEndpoint::repair_lanes(int attempt) {
       repairing_ = false;
       if (!status && session.alive())
         log::warning("transfer", peer->name() + ": lanes stay lost: " + status.to_string());
+      // One may have died again while nobody was told.
+      bool again = status && static_cast<int>(session.lanes().size()) < lanes_wanted();
+      if (again && !repairing_.exchange(true)) repair_lanes(0);
       return;
     }
-    peer->engine().rpc().add_timer(Deadline::after_ms(100 << attempt),
-                                   [this, peer, attempt] { repair_lanes(attempt + 1); });
+    std::weak_ptr<PeerImpl> weak = peer;
+    peer->engine().rpc().add_timer(Deadline::after_ms(100 << attempt), [this, weak, attempt] {
+      if (auto alive = weak.lock()) repair_lanes(attempt + 1);
+    });
   });
 }
 

@@ -25,7 +25,7 @@ void LaneScheduler::stop(const OutgoingPtr& stream) {
     std::lock_guard lock(mutex_);
     stream->stopped_ = true;
     live_.erase(stream);
-    if (stream->in_flight_ > 0 || std::exchange(stream->rested_, true)) return;
+    if (stream->in_flight_ > 0 || std::exchange(stream->told_, true)) return;
   }
   stream->at_rest();
 }
@@ -133,7 +133,7 @@ void LaneScheduler::sent(const OutgoingPtr& stream, uint32_t chunk, const std::s
       make_ready(stream);
     }
     if (status) peer_.engine().count_bytes(lane->is_unix() ? "unix" : "tcp", payload, 0);
-    if (!stream->stopped_ || stream->in_flight_ > 0 || std::exchange(stream->rested_, true)) return;
+    if (!stream->stopped_ || stream->in_flight_ > 0 || std::exchange(stream->told_, true)) return;
   }
   stream->at_rest();
 }

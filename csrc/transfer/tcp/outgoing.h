@@ -42,7 +42,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   std::vector<ChunkState> chunks_;
   std::deque<uint32_t> again_;  // to be sent once more
   uint32_t next_ = 0, in_flight_ = 0;
-  bool stopped_ = false, rested_ = false, ready_ = false;
+  bool stopped_ = false, told_ = false, ready_ = false;
 };
 using OutgoingPtr = std::shared_ptr<Outgoing>;
 

@@ -49,17 +49,20 @@ void WritePart::end(const Status& outcome) {
     outcome_ = outcome;
   }
   lanes_.stop(self());
+  if (rested_) return;
   // Frames in flight still read the caller's memory. Where nothing moves any more, the lanes have to go.
   std::weak_ptr<Outgoing> weak = self();
-  op_->peer().engine().rpc().add_timer(
-      Deadline::at_ns(steady_ns() + op_->grace_ns() / 2), [weak, peer = op_->peer_ptr()] {
-        auto stream = std::static_pointer_cast<WritePart>(weak.lock());
-        if (stream && !stream->op_->ended())
-          stream->lanes_.kill_lanes_of(stream, {Code::deadline_exceeded, "stuck in a write that is over"});
-      });
+  op_->peer().engine().rpc().add_timer(Deadline::at_ns(steady_ns() + op_->grace_ns() / 2), [weak] {
+    auto stream = std::static_pointer_cast<WritePart>(weak.lock());
+    if (stream && !stream->rested_)
+      stream->lanes_.kill_lanes_of(stream, {Code::deadline_exceeded, "stuck in a write that is over"});
+  });
 }
 
-void WritePart::at_rest() { op_->part_done(self(), *outcome_); }
+void WritePart::at_rest() {
+  rested_ = true;
+  op_->part_done(self(), *outcome_);
+}
 
 // ---- WriteTarget
 

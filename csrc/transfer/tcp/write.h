@@ -4,6 +4,7 @@
 // acknowledgement. Chunks travel beside it and may come before it.
 #pragma once
 
+#include <atomic>
 #include <optional>
 
 #include "transfer/op.h"
@@ -37,6 +38,7 @@ class WritePart final : public Part, public Outgoing {
   const ChunkPlan plan_;
   std::mutex mutex_;
   std::optional<Status> outcome_;
+  std::atomic<bool> rested_{false};
 };
 
 class WriteTarget final : public Incoming {

@@ -15,6 +15,14 @@ from typing import Any
 CHILD = Path(__file__).parent / "child.py"
 
 
+def command_line(pid: int | str) -> str:
+    """What a process was started with; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def eventually(condition: Callable[[], Any], timeout: float = 10.0) -> bool:
     """True as soon as ``condition()`` is; False after ``timeout`` seconds."""
     end = time.monotonic() + timeout
@@ -51,7 +59,7 @@ class PoolEnv:
     def nodes(self) -> list[int]:
         """Pids of this pool's node: keeper and worker, the keeper (the parent) first."""
         pids = processes_with(self.runtime_dir)
-        pids = [pid for pid in pids if "torch-mooncake-node" in Path(f"/proc/{pid}/cmdline").read_text()]
+        pids = [pid for pid in pids if "torch-mooncake-node" in command_line(pid)]
         return sorted(pids, key=lambda pid: (_parent(pid) in pids, pid))
 
     def worker(self) -> int:

@@ -521,6 +521,8 @@ engine = tm.Engine(transports=("tcp",)); region = engine.register(bytearray(1 <<
 peer = engine.connect({address!r}); remote = peer.open(bytes.fromhex({descriptor!r}))
 descriptor2 = bytes.fromhex({descriptor2!r})
 os.kill({other.pid}, signal.SIGSTOP)
+while open("/proc/{other.pid}/stat").read().rsplit(")", 1)[1].split()[0] != "T":
+    pass
 print("waiting", flush=True)
 try:
     {WAITS[what]}

@@ -25,6 +25,7 @@ void LaneScheduler::stop(const OutgoingPtr& stream) {
     std::lock_guard lock(mutex_);
     stream->stopped_ = true;
     live_.erase(stream);
+    if (std::exchange(stream->ready_, false)) std::erase(ready_, stream);  // it holds its op, and the op its peer
     if (stream->in_flight_ > 0 || std::exchange(stream->told_, true)) return;
   }
   stream->at_rest();
@@ -69,10 +70,6 @@ bool LaneScheduler::send_next(const std::vector<std::shared_ptr<rpc::Lane>>& lan
   uint32_t chunk = 0, attempt = 0;
   {
     std::lock_guard lock(mutex_);
-    while (!ready_.empty() && !ready_.front()->has_work()) {
-      ready_.front()->ready_ = false;
-      ready_.pop_front();
-    }
     if (ready_.empty()) return false;
     for (auto& candidate : lanes) {
       if (refusing_.count(candidate->index()) || frames_[candidate->index()] >= kLaneFrames) continue;

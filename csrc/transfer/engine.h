@@ -43,7 +43,6 @@ struct EngineOptions {
   std::vector<std::string> transports = {"local", "shm", "tcp"};
   int lanes = 2;                   // TCP lanes a peer
   uint64_t slice_bytes = 1 << 20;  // 256 KiB .. 4 MiB
-  int copy_threads = 0;            // 0: the shared pool
 };
 
 struct RegionOptions {

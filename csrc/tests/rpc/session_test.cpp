@@ -132,10 +132,12 @@ TEST_CASE("same host: a TCP dial proves it by a Unix lane, which then carries co
   auto lanes = pair.session->lanes();
   REQUIRE(lanes.size() == 2);
   for (auto& lane : lanes) CHECK(lane->is_unix() == (lane->index() == 0));
-  auto back = pair.server->sessions().at(0);
+  // The accepting side comes to know the session and its lanes a moment later.
+  REQUIRE(eventually([&] { return pair.server->sessions().size() == 1; }));
+  auto back = pair.server->sessions()[0];
+  CHECK(eventually([&] { return back->lanes().size() == 2; }));
   CHECK(back->same_host());
   CHECK(back->peer_pid() == ::getpid());
-  CHECK(back->lanes().size() == 2);
 }
 
 TEST_CASE("same host is never claimed for a different host id, whatever the address") {

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from processes import Child, PoolEnv, eventually
 
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it back.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture
 def pool_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolEnv]:

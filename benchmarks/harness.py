@@ -136,7 +136,8 @@ class Raw:
         command = ["g++", "-O3", "-march=native", "-std=c++17", "-pthread", "-shared", "-fPIC"]
         subprocess.run([*command, str(source), "-o", str(library)], check=True)
         self.lib = ctypes.CDLL(str(library))
-        self.lib.raw_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+        number, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        self.lib.raw_copy.argtypes = [pointer, pointer, size, number, number, size, number, pointer]
         for name in ("raw_send", "raw_recv"):
             getattr(self.lib, name).argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
 
@@ -147,13 +148,9 @@ class Raw:
         src, dst = buffer(span * nbytes), buffer(span * nbytes)
         best: list[float] = []
         for mode in (0, 1):
-            turn = iter(range(10**9))
-
-            def copy(mode: int = mode, turn: Iterator[int] = turn) -> None:
-                at = (next(turn) % span) * nbytes
-                self.lib.raw_copy(dst.ctypes.data + at, src.ctypes.data + at, nbytes, threads, mode)
-
-            speeds = gbps(nbytes, repeat(n, copy))
+            seconds = (ctypes.c_double * (n + 1))()
+            self.lib.raw_copy(dst.ctypes.data, src.ctypes.data, nbytes, threads, mode, span, n + 1, seconds)
+            speeds = gbps(nbytes, list(seconds)[1:])  # the first round warms up
             if not best or statistics.median(speeds) > statistics.median(best):
                 best = speeds
         return best

@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -16,22 +18,21 @@ namespace {
 // 32-byte non-temporal stores, interleaved over four pages so that four streams are open at a time.
 void copy_interleaved(char* dst, const char* src, size_t nbytes) {
   constexpr size_t kPage = 4096, kGroup = 4 * kPage;
-  size_t done = 0;
+  size_t done = std::min(nbytes, -reinterpret_cast<uintptr_t>(dst) & 63);  // the stores want whole lines
+  std::memcpy(dst, src, done);
 #ifdef __AVX2__
-  if ((reinterpret_cast<uintptr_t>(dst) & 31) == 0) {
-    for (; done + kGroup <= nbytes; done += kGroup) {
-      for (size_t i = 0; i < kPage; i += 64) {
-        for (size_t page = 0; page < kGroup; page += kPage) {
-          auto* from = reinterpret_cast<const __m256i*>(src + done + page + i);
-          auto* to = reinterpret_cast<__m256i*>(dst + done + page + i);
-          const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
-          _mm256_stream_si256(to, a);
-          _mm256_stream_si256(to + 1, b);
-        }
+  for (; done + kGroup <= nbytes; done += kGroup) {
+    for (size_t i = 0; i < kPage; i += 64) {
+      for (size_t page = 0; page < kGroup; page += kPage) {
+        auto* from = reinterpret_cast<const __m256i*>(src + done + page + i);
+        auto* to = reinterpret_cast<__m256i*>(dst + done + page + i);
+        const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+        _mm256_stream_si256(to, a);
+        _mm256_stream_si256(to + 1, b);
       }
     }
-    _mm_sfence();
   }
+  _mm_sfence();
 #endif
   std::memcpy(dst + done, src + done, nbytes - done);
 }
@@ -42,16 +43,32 @@ void copy_plain(char* dst, const char* src, size_t nbytes) { std::memcpy(dst, sr
 
 extern "C" {
 
-// mode 0: memcpy; 1: interleaved non-temporal stores.
-void raw_copy(char* dst, const char* src, size_t nbytes, int threads, int mode) {
+// Copies nbytes `rounds` times, from and to another of `spans` places each time, and writes the seconds each round
+// took. The threads are made once: made anew for every copy they would add no speed. mode 0: memcpy; 1: interleaved
+// non-temporal stores.
+void raw_copy(char* dst, const char* src, size_t nbytes, int threads, int mode, size_t spans, int rounds,
+              double* seconds) {
   auto copy = mode == 0 ? copy_plain : copy_interleaved;
   const size_t part = (nbytes / threads + 4095) & ~size_t{4095};
-  std::vector<std::thread> pool;
-  for (int t = 1; t < threads; ++t) {
+  std::atomic<int> arrived{0};
+  auto meet = [&](int nth) {  // spins: a wake-up would cost more than a small copy
+    arrived.fetch_add(1);
+    while (arrived.load() < nth * threads) _mm_pause();
+  };
+  auto work = [&](int t) {
     const size_t begin = std::min(nbytes, part * t), end = std::min(nbytes, part * (t + 1));
-    pool.emplace_back([=] { copy(dst + begin, src + begin, end - begin); });
-  }
-  copy(dst, src, std::min(nbytes, part));
+    for (int round = 0; round < rounds; ++round) {
+      const size_t at = (round % spans) * nbytes + begin;
+      meet(2 * round + 1);
+      const auto start = std::chrono::steady_clock::now();
+      copy(dst + at, src + at, end - begin);
+      meet(2 * round + 2);
+      if (t == 0) seconds[round] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+  };
+  std::vector<std::thread> pool;
+  for (int t = 1; t < threads; ++t) pool.emplace_back(work, t);
+  work(0);
   for (auto& thread : pool) thread.join();
 }
 

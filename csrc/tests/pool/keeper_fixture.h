@@ -56,11 +56,37 @@ bool eventually(Fn&& fn, int64_t ms = 10'000) {
   return true;
 }
 
+// A file below /proc, which may vanish while it is read (a stream would throw): empty then.
+inline std::string proc_file(pid_t pid, const std::string& name) {
+  std::string text;
+  const int fd = ::open(("/proc/" + std::to_string(pid) + "/" + name).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return text;
+  char part[4096];
+  for (ssize_t n; (n = ::read(fd, part, sizeof part)) > 0;) text.append(part, static_cast<size_t>(n));
+  ::close(fd);
+  return text;
+}
+
 inline bool alive(pid_t pid) {  // a zombie is not
-  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
-  std::string text((std::istreambuf_iterator<char>(stat)), {});
+  const std::string text = proc_file(pid, "stat");
   const size_t end = text.rfind(')');
   return end != std::string::npos && text.size() > end + 2 && text[end + 2] != 'Z';
+}
+
+// The first child of a process, 0 if it has none.
+inline pid_t child_of(pid_t pid) {
+  return std::atoi(proc_file(pid, "task/" + std::to_string(pid) + "/children").c_str());
+}
+
+inline uint64_t cpu_ticks(pid_t pid) {
+  const std::string text = proc_file(pid, "stat");
+  REQUIRE(text.rfind(')') != std::string::npos);
+  std::istringstream fields(text.substr(text.rfind(')') + 2));
+  std::string skip;
+  for (int i = 0; i < 11; ++i) fields >> skip;
+  uint64_t user = 0, system = 0;
+  fields >> user >> system;
+  return user + system;
 }
 
 inline int connect_to(const std::string& path) {

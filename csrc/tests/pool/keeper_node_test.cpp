@@ -41,12 +41,7 @@ struct Node {
       ::waitpid(pid, nullptr, 0);
     }
   }
-  pid_t worker() const {
-    std::ifstream children("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
-    pid_t child = 0;
-    children >> child;
-    return child;
-  }
+  pid_t worker() const { return child_of(pid); }
   int wait(int64_t ms = 20'000) {
     int status = 0;
     if (!eventually([&] { return ::waitpid(pid, &status, WNOHANG) == pid; }, ms)) return -1000;
@@ -83,21 +78,10 @@ Result<std::string> get(Client& client, const std::string& key) {
 }
 
 uint64_t rss_anon_kib(pid_t pid) {
-  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+  std::istringstream status(proc_file(pid, "status"));
   for (std::string line; std::getline(status, line);)
     if (line.starts_with("RssAnon:")) return std::stoull(line.substr(8));
   return UINT64_MAX;
-}
-
-uint64_t cpu_ticks(pid_t pid) {
-  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
-  std::string text((std::istreambuf_iterator<char>(stat)), {});
-  std::istringstream fields(text.substr(text.rfind(')') + 2));
-  std::string skip;
-  for (int i = 0; i < 11; ++i) fields >> skip;
-  uint64_t user = 0, system = 0;
-  fields >> user >> system;
-  return user + system;
 }
 
 const std::string kBig(3 << 20, 'x');

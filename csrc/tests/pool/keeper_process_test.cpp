@@ -17,17 +17,6 @@ size_t open_fds(pid_t pid) {
   return n;
 }
 
-uint64_t cpu_ticks(pid_t pid) {
-  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
-  std::string text((std::istreambuf_iterator<char>(stat)), {});
-  std::istringstream fields(text.substr(text.rfind(')') + 2));
-  std::string skip;
-  for (int i = 0; i < 11; ++i) fields >> skip;
-  uint64_t user = 0, system = 0;
-  fields >> user >> system;
-  return user + system;
-}
-
 std::vector<std::string> shm_files() {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator("/dev/shm")) names.push_back(entry.path().filename());

@@ -59,12 +59,7 @@ struct Node {
     ::waitpid(keeper, nullptr, 0);
     keeper = -1;
   }
-  pid_t worker() const {
-    std::ifstream in("/proc/" + std::to_string(keeper) + "/task/" + std::to_string(keeper) + "/children");
-    pid_t pid = 0;
-    in >> pid;
-    return pid;
-  }
+  pid_t worker() const { return child_of(keeper); }
   void kill_worker() const {
     const pid_t old = worker();
     REQUIRE(old > 0);

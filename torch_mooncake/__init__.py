@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch_mooncake.context import close as close
     from torch_mooncake.context import init as init
     from torch_mooncake.errors import *  # noqa: F403
+    from torch_mooncake.hardware import topology as topology
     from torch_mooncake.pool import Pool as Pool
     from torch_mooncake.pool import PutResult as PutResult
     from torch_mooncake.pool import Version as Version
@@ -56,6 +57,7 @@ _EXPORTS = {
         *("PeerLost", "DeadlineExceeded", "Cancelled", "AuthError", "VersionMismatch", "Corrupt", "LayoutMismatch"),
         *("Busy", "Closed", "Forked", "Unsupported", "IoError", "InternalError"),
     ),
+    "hardware": ("topology",),
     "pool": ("Pool", "PutResult", "Version"),
     "shared": ("empty",),
     "transfer": ("Engine", "Notification", "Op", "Peer", "Region", "RemoteRegion"),

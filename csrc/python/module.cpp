@@ -13,4 +13,5 @@ NB_MODULE(_core, m) {
   bind_memory(m);
   bind_transfer(m);
   bind_pool(m);
+  bind_topology(m);
 }

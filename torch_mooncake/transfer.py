@@ -22,6 +22,7 @@ from weakref import WeakSet
 from torch_mooncake import _core
 from torch_mooncake.clock import NEVER, deadline_ns
 from torch_mooncake.errors import InvalidArgument, OutOfBounds
+from torch_mooncake.explain import Explanation
 
 if TYPE_CHECKING:
     import torch
@@ -354,6 +355,11 @@ class Engine:
         if isinstance(peer, RemoteRegion):
             return peer.transport
         return self._core.transport_for(peer._core)
+
+    def explain(self, peer: Peer | RemoteRegion) -> Explanation:
+        """Which path carries what to and from a peer, for which sizes, and why not a better one. ``print()`` it."""
+        peer = peer.peer if isinstance(peer, RemoteRegion) else peer
+        return Explanation(self._core.explain(peer._core))
 
     def stats(self) -> dict[str, Any]:
         """Counters: ops, bytes by transport, regions (and how many in quarantine), sessions."""

@@ -169,6 +169,63 @@ nb::dict stats_of(PyEngine& engine) {
   return d;
 }
 
+nb::dict facts_of(const std::vector<std::pair<std::string, Fact>>& facts) {
+  nb::dict d;
+  for (auto& [name, fact] : facts) d[name.c_str()] = std::visit([](auto& v) { return nb::cast(v); }, fact);
+  return d;
+}
+
+nb::list lanes_of(const std::vector<LaneStats>& lanes) {
+  nb::list out;
+  for (auto& lane : lanes) {
+    nb::dict d;
+    d["transport"] = lane.transport;
+    d["lane"] = lane.lane;
+    d["rail"] = lane.rail;
+    d["alive"] = lane.alive;
+    d["bytes_sent"] = lane.bytes_sent;
+    d["bytes_received"] = lane.bytes_received;
+    d["queued_bytes"] = lane.queued_bytes;
+    d["facts"] = facts_of(lane.facts);
+    out.append(d);
+  }
+  return out;
+}
+
+nb::dict explain_peer(PyEngine& engine, PyPeer& peer) {
+  auto said = without_gil([&] { return engine->explain(peer.get()); });
+  nb::list paths;
+  for (auto& path : said.paths) {
+    nb::list sizes;
+    for (auto& rule : path.sizes) {
+      nb::dict d;
+      d["direction"] = rule.direction;
+      d["up_to_nbytes"] = rule.up_to_nbytes == UINT64_MAX ? nb::none() : nb::cast(rule.up_to_nbytes);
+      d["how"] = rule.how;
+      sizes.append(d);
+    }
+    nb::dict d;
+    d["transport"] = path.transport;
+    d["option"] = path.option;
+    d["serves"] = path.serves;
+    d["no_read"] = path.no_read;
+    d["no_write"] = path.no_write;
+    d["sizes"] = sizes;
+    d["facts"] = facts_of(path.facts);
+    d["lanes"] = lanes_of(path.lanes);
+    paths.append(d);
+  }
+  nb::dict d;
+  d["peer"] = said.peer;
+  d["alive"] = said.alive;
+  d["same_host"] = said.same_host;
+  d["not_same_host_because"] = said.not_same_host_because;
+  d["read"] = said.read;
+  d["write"] = said.write;
+  d["paths"] = paths;
+  return d;
+}
+
 // Shared memory with the buffer protocol, for tm.empty(shared=True).
 class SharedBuffer {
  public:
@@ -289,6 +346,7 @@ void bind_transfer(nb::module_& m) {
           nb::arg("deadline_ns"))
       .def(
           "transport_for", [](PyEngine& e, PyPeer& p) { return e->transport_for(p.get()); }, nb::arg("peer"))
+      .def("explain", &explain_peer, nb::arg("peer"))
       .def("stats", &stats_of)
       .def("close", [](PyEngine& e) {
         without_gil([&] { e->close(); });

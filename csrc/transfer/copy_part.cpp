@@ -71,4 +71,11 @@ void CopyPart::finish(const Status& status) {
   op_->part_done(shared_from_this(), status);
 }
 
+void add_copy_sizes(Explanation& out) {
+  for (auto direction : {"read", "write"}) {
+    out.sizes.push_back({direction, CopyPart::kInlineBytes, "copied on the caller's thread"});
+    out.sizes.push_back({direction, UINT64_MAX, "copied by the mover, or by who waits, and the copy threads"});
+  }
+}
+
 }  // namespace torch_mooncake::transfer

@@ -44,4 +44,7 @@ class CopyPart : public Part, public std::enable_shared_from_this<CopyPart> {
   std::atomic<bool> claimed_{false};
 };
 
+// The size rules of everything that goes by CopyPart, for explain().
+void add_copy_sizes(Explanation& out);
+
 }  // namespace torch_mooncake::transfer

@@ -296,6 +296,16 @@ std::string EngineImpl::transport_for(const PeerPtr& peer) const {
   return static_cast<const PeerImpl&>(*peer).best_transport();
 }
 
+PeerExplanation EngineImpl::explain(const PeerPtr& peer) const {
+  auto out = static_cast<const PeerImpl&>(*peer).explain();
+  for (auto option : kOptions) {
+    if (allows(option)) continue;
+    std::string why = "not among the transports this engine allows";
+    out.paths.push_back({.transport = option, .option = option, .serves = "", .no_read = why, .no_write = why});
+  }
+  return out;
+}
+
 std::unique_ptr<rpc::BulkReceive> EngineImpl::begin(rpc::Lane& lane, std::string_view body, uint64_t payload_bytes) {
   auto from = peer(lane.session().shared_from_this());
   auto* streams = from->endpoint<StreamEndpoint>();

@@ -29,6 +29,7 @@
 #include "common/status.h"
 #include "memory/segment.h"
 #include "rpc/endpoint.h"
+#include "transfer/explain.h"
 
 namespace torch_mooncake {
 
@@ -160,6 +161,8 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   // What carries ordinary memory (in no shared segment) to and from that peer: "local" "process_vm" "unix" "tcp", or ""
   // if nothing allowed does. RemoteRegion::transport() and Op::transport() have the truth about one region, one op.
   virtual std::string transport_for(const PeerPtr& peer) const = 0;
+  // Which path carries what to and from that peer, and why not a better one.
+  virtual PeerExplanation explain(const PeerPtr& peer) const = 0;
 
   // All remote slices of one op belong to one peer. All or nothing is not promised for the bytes, only for the
   // outcome. An empty list is done at once (the notification is still delivered).

@@ -31,6 +31,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Result<PeerPtr> connect(const std::string& address, Deadline deadline) override;
   PeerPtr peer_of(const rpc::SessionPtr& session) override { return peer(session); }
   std::string transport_for(const PeerPtr& peer) const override;
+  PeerExplanation explain(const PeerPtr& peer) const override;
   Result<OpPtr> write(std::vector<Slice> slices, OpOptions options) override;
   Result<OpPtr> read(std::vector<Slice> slices, OpOptions options) override;
   Result<Notification> next_notification(Deadline deadline) override;

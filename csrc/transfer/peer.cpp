@@ -85,6 +85,24 @@ std::string PeerImpl::best_transport() const {
   return "";
 }
 
+PeerExplanation PeerImpl::explain() const {
+  PeerExplanation out{.peer = name_, .alive = alive(), .same_host = same_host()};
+  if (!out.same_host)
+    out.not_same_host_because =
+        identity().host_id != session_->self().host_id
+            ? "its host id is '" + identity().host_id + "', ours '" + session_->self().host_id + "'"
+            : "no Unix socket connects it to us";
+  for (auto& endpoint : endpoints_) {
+    auto path = endpoint->explain();
+    if (path.ordinary_memory) {
+      if (out.read.empty() && path.no_read.empty()) out.read = path.transport;
+      if (out.write.empty() && path.no_write.empty()) out.write = path.transport;
+    }
+    out.paths.push_back(std::move(path));
+  }
+  return out;
+}
+
 // ---- Remote regions
 
 Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline) {

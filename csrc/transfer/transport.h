@@ -68,6 +68,10 @@ class TransportEndpoint {
   virtual bool available() const = 0;
   // How to carry `direction` to that region. Null: not this way, the next allowed transport is asked.
   virtual Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) = 0;
+  // What explain() says of it, by what is known now. Must not wait.
+  virtual Explanation explain() const = 0;
+  // Its connections with their counters, for stats() and explain().
+  virtual std::vector<LaneStats> lane_stats() const { return {}; }
   // Starts the slices as one or more parts: op->add(part) for each before it begins. Small ones may be over on return.
   virtual void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) = 0;
   // The session has ended: end all parts, and everything done for the peer.

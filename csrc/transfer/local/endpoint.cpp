@@ -1,5 +1,6 @@
 #include "transfer/local/endpoint.h"
 
+#include "transfer/copy_part.h"
 #include "transfer/engine_impl.h"
 #include "transfer/local/lane.h"
 #include "transfer/local/memory.h"
@@ -22,6 +23,13 @@ const Capabilities& LocalEndpoint::capabilities() const {
 bool LocalEndpoint::available() const {
   auto owner = EngineImpl::find(peer_.identity().engine);
   return owner && owner->allows("local");
+}
+
+Explanation LocalEndpoint::explain() const {
+  Explanation out{.transport = name(), .option = "local", .serves = "any host memory"};
+  if (!available()) out.no_read = out.no_write = "the peer is not an engine of this process that allows local";
+  add_copy_sizes(out);
+  return out;
 }
 
 Result<RemoteMemoryPtr> LocalEndpoint::open(const OpenedRegion& opened, Direction, Deadline) {

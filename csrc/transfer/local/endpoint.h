@@ -13,6 +13,7 @@ class LocalEndpoint final : public TransportEndpoint {
   const Capabilities& capabilities() const override;
   std::string name() const override { return "local"; }
   bool available() const override;
+  Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
   void session_over(const Status&) override {}  // a copy within the process needs no session

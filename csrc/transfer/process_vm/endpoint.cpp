@@ -1,5 +1,6 @@
 #include "transfer/process_vm/endpoint.h"
 
+#include "transfer/copy_part.h"
 #include "transfer/engine_impl.h"
 #include "transfer/process_vm/lane.h"
 #include "transfer/process_vm/pull.h"
@@ -35,6 +36,24 @@ const Capabilities& ProcessVmEndpoint::capabilities() const {
 bool ProcessVmEndpoint::available() const {
   auto features = peer_.features();
   return peer_.same_host() && features.shm && peer_.we_read_peer_vm() && features.peer_reads_our_vm;
+}
+
+Explanation ProcessVmEndpoint::explain() const {
+  Explanation out{.transport = name(), .option = "shm", .serves = "any host memory"};
+  auto features = peer_.features();
+  if (!peer_.same_host()) {
+    out.no_read = out.no_write = "the peer is not on this host";
+  } else if (features.known && !features.shm) {
+    out.no_read = out.no_write = "the peer does not allow shm";
+  } else {
+    if (!peer_.we_read_peer_vm()) out.no_read = why_unreadable(peer_.session()->peer_pid(), peer_.identity());
+    if (!features.peer_reads_our_vm) out.no_write = "the peer may not read our memory, which a write asks it to do";
+  }
+  add_copy_sizes(out);
+  std::erase_if(out.sizes, [](auto& rule) { return rule.direction == "write"; });
+  out.sizes.push_back({"write", Pull::kInlineBytes, "pulled by the peer, on its I/O thread"});
+  out.sizes.push_back({"write", UINT64_MAX, "pulled by the peer, on its copy threads"});
+  return out;
 }
 
 Result<RemoteMemoryPtr> ProcessVmEndpoint::open(const OpenedRegion& opened, Direction direction, Deadline) {

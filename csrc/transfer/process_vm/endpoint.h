@@ -22,6 +22,7 @@ class ProcessVmEndpoint final : public TransportEndpoint {
   const Capabilities& capabilities() const override;
   std::string name() const override { return "process_vm"; }
   bool available() const override;
+  Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
   void session_over(const Status& why) override;

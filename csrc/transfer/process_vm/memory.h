@@ -20,5 +20,7 @@ Result<std::shared_ptr<ProcessVmMemory>> parse_process_vm_record(const std::stri
 // May we read that process, and is it the one that sent `identity`? Reads its nonce. False where Yama, seccomp or
 // another user forbid it.
 bool can_read_process(int pid, const rpc::Identity& identity);
+// Why it cannot, in words; empty if it can (now).
+std::string why_unreadable(int pid, const rpc::Identity& identity);
 
 }  // namespace torch_mooncake::transfer

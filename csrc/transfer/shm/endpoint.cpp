@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "transfer/copy_part.h"
 #include "transfer/engine_impl.h"
 #include "transfer/shm/lane.h"
 #include "transfer/slices.h"
@@ -62,6 +63,17 @@ const Capabilities& SegmentEndpoint::capabilities() const {
                                     .owner_revokes = false,
                                     .carries_notify = false};
   return can;
+}
+
+Explanation SegmentEndpoint::explain() const {
+  Explanation out{
+      .transport = name(), .option = "shm", .serves = "regions in shared segments", .ordinary_memory = false};
+  if (!peer_.same_host())
+    out.no_read = out.no_write = "the peer is not on this host";
+  else if (auto features = peer_.features(); features.known && !features.shm)
+    out.no_read = out.no_write = "the peer does not allow shm";
+  add_copy_sizes(out);
+  return out;
 }
 
 Result<RemoteMemoryPtr> SegmentEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {

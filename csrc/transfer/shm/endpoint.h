@@ -18,6 +18,7 @@ class SegmentEndpoint final : public TransportEndpoint {
   const Capabilities& capabilities() const override;
   std::string name() const override { return "shm"; }
   bool available() const override { return false; }  // only for regions in a segment
+  Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
   void session_over(const Status&) override {}  // a copy that runs finds out when it validates

@@ -39,6 +39,32 @@ std::string StreamEndpoint::name() const {
   return !lanes.empty() && lanes.front()->is_unix() ? "unix" : "tcp";
 }
 
+Explanation StreamEndpoint::explain() const {
+  Explanation out{.transport = name(), .option = "tcp", .serves = "any host memory"};
+  if (auto features = peer_.features(); features.known && !features.tcp)
+    out.no_read = out.no_write = "the peer does not allow tcp";
+  auto& options = peer_.engine().options();
+  for (auto direction : {"read", "write"})
+    out.sizes.push_back({direction, UINT64_MAX,
+                         "cut into chunks of up to " + std::to_string(options.slice_bytes >> 10) + " KiB over " +
+                             std::to_string(std::max<size_t>(1, lanes_.bulk_lanes().size())) + " lanes"});
+  out.lanes = lane_stats();
+  return out;
+}
+
+std::vector<LaneStats> StreamEndpoint::lane_stats() const {
+  std::vector<LaneStats> out;
+  for (auto& lane : peer_.session()->lanes())
+    out.push_back({.transport = lane->is_unix() ? "unix" : "tcp",
+                   .lane = lane->describe(),
+                   .rail = "",
+                   .alive = lane->alive(),
+                   .bytes_sent = lane->bytes_sent(),
+                   .bytes_received = lane->bytes_received(),
+                   .queued_bytes = lane->queued_bytes()});
+  return out;
+}
+
 bool StreamEndpoint::available() const { return peer_.features().tcp; }
 
 // Those of the handshake (0, and perhaps 1) and the engine's own.

@@ -25,6 +25,8 @@ class StreamEndpoint final : public TransportEndpoint {
   const Capabilities& capabilities() const override;
   std::string name() const override;
   bool available() const override;
+  Explanation explain() const override;
+  std::vector<LaneStats> lane_stats() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
   void session_over(const Status& why) override;

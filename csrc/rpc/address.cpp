@@ -134,18 +134,33 @@ bool SocketAddress::same_ip(const SocketAddress& other) const {
                      &reinterpret_cast<const sockaddr_in6*>(&other.storage)->sin6_addr, sizeof(in6_addr)) == 0;
 }
 
+std::string SocketAddress::host() const {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (family() == AF_INET) {
+    ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr, text, sizeof text);
+  } else if (family() == AF_INET6) {
+    auto* in6 = reinterpret_cast<const sockaddr_in6*>(&storage);
+    if (IN6_IS_ADDR_V4MAPPED(&in6->sin6_addr)) {  // an IPv4 peer of a listener for both
+      ::inet_ntop(AF_INET, in6->sin6_addr.s6_addr + 12, text, sizeof text);
+      return text;
+    }
+    ::inet_ntop(AF_INET6, &in6->sin6_addr, text, sizeof text);
+    char name[IF_NAMESIZE];
+    if (in6->sin6_scope_id != 0) {
+      bool named = ::if_indextoname(in6->sin6_scope_id, name) != nullptr;
+      return std::string(text) + "%" + (named ? name : std::to_string(in6->sin6_scope_id));
+    }
+  }
+  return text;
+}
+
 std::string SocketAddress::to_string() const {
   if (family() == 0) return "an address that is gone";
   Address address;
-  char host[INET6_ADDRSTRLEN] = "";
   if (family() == AF_INET) {
-    auto* in = reinterpret_cast<const sockaddr_in*>(&storage);
-    ::inet_ntop(AF_INET, &in->sin_addr, host, sizeof host);
-    address.port = ntohs(in->sin_port);
+    address.port = ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
   } else if (family() == AF_INET6) {
-    auto* in6 = reinterpret_cast<const sockaddr_in6*>(&storage);
-    ::inet_ntop(AF_INET6, &in6->sin6_addr, host, sizeof host);
-    address.port = ntohs(in6->sin6_port);
+    address.port = ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
   } else {
     address.kind = Address::Kind::unix;
     size_t header = offsetof(sockaddr_un, sun_path);
@@ -156,7 +171,7 @@ std::string SocketAddress::to_string() const {
       address.path = std::string(un->sun_path, ::strnlen(un->sun_path, length - header));
     }
   }
-  address.host = host;
+  address.host = host();
   return address.to_string();
 }
 

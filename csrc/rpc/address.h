@@ -33,6 +33,7 @@ struct SocketAddress {
   bool is_wildcard() const;
   bool same_ip(const SocketAddress& other) const;
   std::string to_string() const;  // as parse_address takes it
+  std::string host() const;       // numeric, with the scope of a link-local address; empty for a Unix socket
 };
 
 // Numeric hosts at once; names by the resolver on a helper thread, so that the deadline holds.

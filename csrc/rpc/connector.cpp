@@ -37,7 +37,7 @@ std::optional<DialledLane> prove_same_host(const std::shared_ptr<Core>& core, co
   Deadline limit = min(deadline, Deadline::after_ms(kSameHostDialMs));
   for (auto& address : peer.addresses) {
     if (address.rfind("unix://", 0) != 0) continue;
-    auto lane = dial_lane(core, key, 0, address, limit);
+    auto lane = dial_lane(core, key, 0, {.address = address}, limit);
     if (!lane) continue;
     dialled = address;  // further lanes take this way too
     return std::move(*lane);
@@ -48,9 +48,10 @@ std::optional<DialledLane> prove_same_host(const std::shared_ptr<Core>& core, co
 }  // namespace
 
 Result<DialledLane> dial_lane(const std::shared_ptr<Core>& core, const SessionKey& key, uint32_t index,
-                              const std::string& text, Deadline deadline) {
+                              const LaneTarget& target, Deadline deadline) {
+  const std::string& text = target.address;
   TM_ASSIGN(auto address, parse_address(text));
-  TM_ASSIGN(auto fd, dial(address, deadline, core->closing));
+  TM_ASSIGN(auto fd, dial(address, deadline, core->closing, {target.from, target.device}));
   Wire wire(fd.get(), deadline, core->closing);
   InitiatorHandshake handshake(core->engine, std::string(as_view(key.key)), text, LaneClaim{key.id, index});
   TM_TRY(exchange_proofs(wire, handshake).with("lane to " + text));

@@ -57,6 +57,8 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   uint64_t queued_bytes() const override { return queued_.load(std::memory_order_relaxed); }
   uint64_t bytes_sent() const override { return sent_.load(std::memory_order_relaxed); }
   uint64_t bytes_received() const override { return received_.load(std::memory_order_relaxed); }
+  const Rail& rail() const override { return rail_; }
+  LaneProgress progress() const override;
   void kill(const Status& why) override;
 
   void on_events(uint32_t events) override;
@@ -85,6 +87,7 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   const std::shared_ptr<Reactor> reactor_;
   const uint32_t index_;
   bool is_unix_ = false;
+  Rail rail_;
   std::string description_;
   std::string peer_name_;
   uint64_t token_ = 0;

@@ -1,5 +1,7 @@
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -44,6 +46,7 @@ LaneImpl::LaneImpl(std::shared_ptr<Core> core, std::shared_ptr<SessionImpl> sess
       return text.rfind("tcp://", 0) == 0 ? text.substr(std::strlen("tcp://")) : text;
     };
     description_ = "tcp " + plain(here) + " -> " + plain(there);
+    rail_ = {here.host(), there.host()};
   }
   ForkGuard::add(fd_.get());
   core_->lane_opened();
@@ -61,6 +64,16 @@ Status LaneImpl::start() {
   // Dies as a live lane would, on its own thread.
   (void)reactor_->post([self = shared_from_this(), why = token.status()] { self->die(why); });
   return token.status();
+}
+
+LaneProgress LaneImpl::progress() const {
+  std::lock_guard lock(mutex_);
+  uint64_t sent = sent_.load(std::memory_order_relaxed);
+  int in_kernel = 0;
+  if (!fd_.valid() || ::ioctl(fd_.get(), SIOCOUTQ, &in_kernel) != 0) in_kernel = 0;
+  // A Unix socket counts its buffers' overhead too.
+  uint64_t unread = std::min<uint64_t>(sent, static_cast<uint64_t>(std::max(in_kernel, 0)));
+  return {queued_bytes() + unread, sent - unread};
 }
 
 void LaneImpl::kill(const Status& why) {

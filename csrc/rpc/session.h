@@ -102,6 +102,26 @@ struct BulkFrame {
   std::shared_ptr<void> keep;
 };
 
+// A rail is a pair of a local and a remote NIC, told by the addresses of a connection's two ends without their ports:
+// "10.0.0.1", "fe80::1%eth0". Both are empty for a Unix socket. The two sides see one rail with its ends exchanged.
+struct Rail {
+  std::string local, remote;
+  auto operator<=>(const Rail&) const = default;
+};
+
+// Where a further lane shall run. Empty fields: as the session was dialled, and as the kernel's routes choose.
+struct LaneTarget {
+  std::string address{};  // one of peer().addresses, with its port
+  std::string from{};     // local host to bind to: which of our NICs' addresses
+  std::string device{};   // local NIC to bind to by name (needs no privilege since Linux 5.7)
+};
+
+// What a lane's peer has taken so far.
+struct LaneProgress {
+  uint64_t waiting = 0;       // bytes queued here, and in the kernel without the peer's acknowledgement
+  uint64_t acknowledged = 0;  // bytes ever acknowledged; a lane with bytes waiting where this stands still is stuck
+};
+
 class Session;
 
 // One connection of a session, owned by one I/O thread.
@@ -118,6 +138,8 @@ class TM_API Lane {
   virtual uint64_t queued_bytes() const = 0;  // not yet given to the kernel
   virtual uint64_t bytes_sent() const = 0;
   virtual uint64_t bytes_received() const = 0;
+  virtual const Rail& rail() const = 0;
+  virtual LaneProgress progress() const = 0;  // asks the kernel: not for every frame
   // Shut the connection down (tests; a stuck lane). Both sides see it die; the session lives on while lane 0 does.
   virtual void kill(const Status& why) = 0;
 };
@@ -148,6 +170,9 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   // them appear). A dead lane is not reopened by itself.
   virtual std::vector<std::shared_ptr<Lane>> lanes() const = 0;
   virtual Status open_lanes(int n, Deadline deadline) = 0;
+  // One more lane, on a rail of the caller's choice (initiator only). It proves the session key like every lane, so a
+  // target that is another process (or the same one restarted) refuses it.
+  virtual Result<std::shared_ptr<Lane>> open_lane(const LaneTarget& target, Deadline deadline) = 0;
 
   virtual void on_close(std::function<void(const Status&)> fn) = 0;  // runs at once (here) if already over
   virtual void on_lane_close(std::function<void(Lane&, const Status&)> fn) = 0;

@@ -52,7 +52,8 @@ Result<std::shared_ptr<LaneImpl>> SessionImpl::add_lane(UniqueFd fd, uint32_t in
   std::lock_guard lock(mutex_);
   if (ended_) return status_;
   bool taken = std::any_of(lanes_.begin(), lanes_.end(), [&](auto& lane) { return lane->index() == index; });
-  if (taken || index > 1024) return {Code::corrupt, "lane index " + std::to_string(index) + " is taken or absurd"};
+  if (taken) return {Code::corrupt, "lane index " + std::to_string(index) + " is taken"};
+  if (lanes_.size() >= kMaxLanes) return {Code::busy, "the session has " + std::to_string(kMaxLanes) + " lanes"};
   auto lane = std::make_shared<LaneImpl>(core_, self, std::move(fd), index);
   lanes_.push_back(lane);
   if (index == 0) control_ = lane;
@@ -66,19 +67,32 @@ Result<std::shared_ptr<LaneImpl>> SessionImpl::add_lane(UniqueFd fd, uint32_t in
 Status SessionImpl::open_lanes(int n, Deadline deadline) {
   TM_TRY(core_->usable());
   if (!setup_.is_initiator) return {Code::unsupported, "only the side that connected opens lanes"};
-  if (core_->in_own_thread()) return {Code::internal, "open_lanes on one of the endpoint's own threads"};
   while (true) {
-    uint32_t index;
     {
       std::lock_guard lock(mutex_);
       if (ended_) return status_;
       if (static_cast<int>(lanes_.size()) >= n) return {};
-      index = next_lane_++;
     }
-    TM_ASSIGN(auto dialled, dial_lane(core_, setup_.key, index, setup_.dialled, deadline));
-    TM_ASSIGN(auto lane, add_lane(std::move(dialled.fd), index, dialled.peer_pid));
-    TM_TRY(lane->start());
+    TM_TRY(open_lane({}, deadline).status());
   }
+}
+
+Result<std::shared_ptr<Lane>> SessionImpl::open_lane(const LaneTarget& wanted, Deadline deadline) {
+  TM_TRY(core_->usable());
+  if (!setup_.is_initiator) return {Code::unsupported, "only the side that connected opens lanes"};
+  if (core_->in_own_thread()) return {Code::internal, "open_lane on one of the endpoint's own threads"};
+  LaneTarget target = wanted;
+  if (target.address.empty()) target.address = setup_.dialled;
+  uint32_t index;
+  {
+    std::lock_guard lock(mutex_);
+    if (ended_) return status_;
+    index = next_lane_++;
+  }
+  TM_ASSIGN(auto dialled, dial_lane(core_, setup_.key, index, target, deadline));
+  TM_ASSIGN(auto lane, add_lane(std::move(dialled.fd), index, dialled.peer_pid));
+  TM_TRY(lane->start());
+  return std::shared_ptr<Lane>(std::move(lane));
 }
 
 void SessionImpl::on_lane_dead(LaneImpl& lane, const Status& why) {

@@ -51,6 +51,7 @@ class SessionImpl final : public Session {
   Status post(uint16_t method, std::string body) override;
   std::vector<std::shared_ptr<Lane>> lanes() const override;
   Status open_lanes(int n, Deadline deadline) override;
+  Result<std::shared_ptr<Lane>> open_lane(const LaneTarget& target, Deadline deadline) override;
   void on_close(std::function<void(const Status&)> fn) override;
   void on_lane_close(std::function<void(Lane&, const Status&)> fn) override;
   void close(const Status& why) override;
@@ -58,6 +59,7 @@ class SessionImpl final : public Session {
   std::shared_ptr<void> state(Slot slot) const override;
 
  private:
+  static constexpr size_t kMaxLanes = 256;
   struct Pending {
     CallDone done;
     uint64_t timer = 0;
@@ -101,6 +103,6 @@ struct DialledLane {
   int peer_pid = 0;
 };
 Result<DialledLane> dial_lane(const std::shared_ptr<Core>& core, const SessionKey& key, uint32_t index,
-                              const std::string& address, Deadline deadline);
+                              const LaneTarget& target, Deadline deadline);
 
 }  // namespace torch_mooncake::rpc

@@ -46,10 +46,29 @@ void nap_ms(int ms) {
   ::nanosleep(&ts, nullptr);
 }
 
+Status bind_our_end(int fd, const DialFrom& from, int family) {
+  if (!from.device.empty() && ::setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, from.device.c_str(),
+                                           static_cast<socklen_t>(from.device.size())) != 0) {
+    return {Code::invalid_argument, Status::from_errno("bind to the NIC " + from.device, errno).message()};
+  }
+  if (from.host.empty()) return {};
+  TM_ASSIGN(auto found, resolve(Address{Address::Kind::tcp, from.host, 0, {}}, Deadline::after_ms(1000)));
+  if (found.front().family() != family) {
+    return {Code::invalid_argument, "bind to " + from.host + ": of another family than the peer's address"};
+  }
+  // The port is chosen by connect(), when the whole four-tuple is known.
+  set_int(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+  if (::bind(fd, found.front().get(), found.front().length) != 0) {
+    return {Code::invalid_argument, Status::from_errno("bind to " + from.host, errno).message()};
+  }
+  return {};
+}
+
 Result<UniqueFd> dial_one(const SocketAddress& to, const std::string& where, Deadline deadline,
-                          const std::atomic<bool>& stop) {
+                          const std::atomic<bool>& stop, const DialFrom& from) {
   UniqueFd fd = make_socket(to.family());
   if (!fd.valid()) return connect_failure(errno, where);
+  if (to.family() != AF_UNIX) TM_TRY(bind_our_end(fd.get(), from, to.family()));
   // The pid of whoever answers, by SCM_CREDENTIALS; see Credentials.
   if (to.family() == AF_UNIX) set_int(fd.get(), SOL_SOCKET, SO_PASSCRED, 1);
   while (::connect(fd.get(), to.get(), to.length) != 0) {
@@ -135,7 +154,7 @@ Status wait_ready(int fd, short events, Deadline deadline, const std::atomic<boo
   }
 }
 
-Result<UniqueFd> dial(const Address& address, Deadline deadline, const std::atomic<bool>& stop) {
+Result<UniqueFd> dial(const Address& address, Deadline deadline, const std::atomic<bool>& stop, const DialFrom& from) {
   std::string where = address.to_string();
   if (address.kind == Address::Kind::tcp && address.port == 0) {
     return {Code::invalid_argument, "address \"" + where + "\": port 0 cannot be dialled"};
@@ -143,7 +162,7 @@ Result<UniqueFd> dial(const Address& address, Deadline deadline, const std::atom
   TM_ASSIGN(auto candidates, resolve(address, deadline));
   Status last{Code::peer_lost, "no address for " + where};
   for (auto& candidate : candidates) {
-    auto fd = dial_one(candidate, where, deadline, stop);
+    auto fd = dial_one(candidate, where, deadline, stop, from);
     if (fd) {
       tune(fd->get());
       return fd;

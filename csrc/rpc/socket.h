@@ -16,7 +16,12 @@ namespace torch_mooncake::rpc {
 
 // Connects within the deadline. Refused, unreachable or no such socket: peer_lost; not allowed: auth; silence:
 // deadline_exceeded; `stop` turned true: closed. All name the address.
-Result<UniqueFd> dial(const Address& address, Deadline deadline, const std::atomic<bool>& stop);
+// `from` and `device` bind our end first (see LaneTarget); a host or NIC that we do not have: invalid_argument.
+struct DialFrom {
+  std::string host{}, device{};
+};
+Result<UniqueFd> dial(const Address& address, Deadline deadline, const std::atomic<bool>& stop,
+                      const DialFrom& from = {});
 
 // Waits until fd is ready for `events` (POLLIN, POLLOUT).
 Status wait_ready(int fd, short events, Deadline deadline, const std::atomic<bool>& stop);

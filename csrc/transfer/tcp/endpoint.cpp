@@ -6,7 +6,7 @@
 
 namespace torch_mooncake::transfer {
 
-StreamEndpoint::StreamEndpoint(PeerImpl& peer) : peer_(peer), lanes_(peer) {}
+StreamEndpoint::StreamEndpoint(PeerImpl& peer) : peer_(peer), lanes_(peer), keeper_(peer) {}
 
 void StreamEndpoint::attach(EngineImpl& engine) {
   auto forward = [](auto member) {
@@ -66,18 +66,6 @@ std::vector<LaneStats> StreamEndpoint::lane_stats() const {
 }
 
 bool StreamEndpoint::available() const { return peer_.features().tcp; }
-
-// Those of the handshake (0, and perhaps 1) and the engine's own.
-int StreamEndpoint::lanes_wanted() const {
-  auto lanes = peer_.session()->lanes();
-  auto first = std::count_if(lanes.begin(), lanes.end(), [](auto& lane) { return lane->index() < 2; });
-  return static_cast<int>(first) + peer_.engine().options().lanes;
-}
-
-Status StreamEndpoint::open_lanes(Deadline deadline) {
-  auto& session = *peer_.session();
-  return session.is_initiator() ? session.open_lanes(lanes_wanted(), deadline) : Status();
-}
 
 Result<RemoteMemoryPtr> StreamEndpoint::open(const OpenedRegion&, Direction, Deadline deadline) {
   if (!available()) return RemoteMemoryPtr();
@@ -211,29 +199,7 @@ void StreamEndpoint::on_read_end(rpc::Message request, rpc::Responder responder)
 void StreamEndpoint::lane_closed(const rpc::Lane& lane) {
   if (!peer_.session()->alive()) return;
   lanes_.lane_closed(lane);
-  if (lane.index() >= 2 && peer_.session()->is_initiator() && !repairing_.exchange(true)) repair_lanes(0);
-}
-
-// Dials the missing lanes again: at once, then after 100, 200, 400 … 3200 ms.
-void StreamEndpoint::repair_lanes(int attempt) {
-  auto peer = peer_.shared_from_this();
-  peer_.engine().repair().post([this, peer, attempt] {
-    auto& session = *peer->session();
-    Status status = session.alive() ? session.open_lanes(lanes_wanted(), Deadline::after_ms(2000)) : session.status();
-    if (status || !session.alive() || attempt == 6) {
-      repairing_ = false;
-      if (!status && session.alive())
-        log::warning("transfer", peer->name() + ": lanes stay lost: " + status.to_string());
-      // One may have died again while nobody was told.
-      bool again = status && static_cast<int>(session.lanes().size()) < lanes_wanted();
-      if (again && !repairing_.exchange(true)) repair_lanes(0);
-      return;
-    }
-    std::weak_ptr<PeerImpl> weak = peer;
-    peer->engine().rpc().add_timer(Deadline::after_ms(100 << attempt), [this, weak, attempt] {
-      if (auto alive = weak.lock()) repair_lanes(attempt + 1);
-    });
-  });
+  keeper_.lane_closed(lane);
 }
 
 void StreamEndpoint::session_over(const Status& why) {

@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "transfer/tcp/lane.h"
+#include "transfer/tcp/lane_keeper.h"
 #include "transfer/tcp/read.h"
 #include "transfer/tcp/write.h"
 #include "transfer/transport.h"
@@ -31,8 +32,7 @@ class StreamEndpoint final : public TransportEndpoint {
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
   void session_over(const Status& why) override;
 
-  // Has the engine's number of lanes for bulk (the initiator; the other side uses what there is).
-  Status open_lanes(Deadline deadline);
+  Status open_lanes(Deadline deadline) { return keeper_.open(deadline); }
   // A bulk frame begins.
   std::unique_ptr<rpc::BulkReceive> begin(std::string_view body, uint64_t payload_bytes, bool over_unix);
   void lane_closed(const rpc::Lane& lane);
@@ -47,13 +47,11 @@ class StreamEndpoint final : public TransportEndpoint {
   void on_read(rpc::Message request, rpc::Responder responder);
   void on_read_end(rpc::Message request, rpc::Responder responder);
   std::shared_ptr<WriteTarget> write_target(uint64_t id, bool make);  // null: finished
-  int lanes_wanted() const;
-  void repair_lanes(int attempt);
 
   PeerImpl& peer_;
   LaneScheduler lanes_;
+  LaneKeeper keeper_;
   std::atomic<uint64_t> next_write_{0}, next_read_{0};
-  std::atomic<bool> repairing_{false};
 
   std::mutex mutex_;
   bool over_ = false;

@@ -19,7 +19,7 @@ PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-gpu demo bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -75,6 +75,21 @@ test-gpu: build  ## what needs a CUDA device (and nvcc)
 
 demo: build $(STAMPS)/demo  ## prefill/decode-disaggregated serving of a real model, checked token for token
 	$(PY) examples/pd_disaggregation/demo.py
+
+# The peers' own virtual environment. Mooncake's wheel links libibverbs even where there is no such NIC: Debian's package
+# is unpacked beside the wheels, nothing is installed on the system.
+PEERS := .venv-peers
+peers: $(PEERS)/ready  ## the virtual environment .venv-peers with the engines that benchmarks compare with
+
+$(PEERS)/ready: | $(PY)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check --progress-bar on torch==2.13.0
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check --progress-bar on \
+	  numpy mooncake-transfer-engine-non-cuda nixl-cu12 libucx-cu12
+	mkdir -p $(PEERS)/debian
+	cd $(PEERS)/debian && apt-get download -q libibverbs1 libnl-3-200 libnl-route-3-200
+	for package in $(PEERS)/debian/*.deb; do dpkg -x $$package $(PEERS)/debian; done
+	touch $@
 
 bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS="--json FILE")
 	@for script in benchmarks/transfer.py benchmarks/pool.py; do $(PY) $$script $(BENCH_ARGS); done

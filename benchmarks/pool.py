@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import GiB, MiB, Raw, Row, Table, gbps, main, other_process, repeat, run_python
+from harness import GiB, MiB, Row, Table, main, other_process, repeat, run_python
+from raw import Raw, gbps
 
 PUT_SIZES = ((4 << 10, 1000), (64 << 10, 500), (MiB, 200), (16 * MiB, 20), (256 * MiB, 1))
 

@@ -1,103 +1,89 @@
-"""The transfer engine between two processes, against a plain copy and a plain socket loop in the same run.
+"""The transfer engine between two processes, beside the limits of the machine and its peers, in one run.
 
-    python benchmarks/transfer.py [--json FILE] [--quick]
+    make peers                                                   # once: the engines it is compared with
+    python benchmarks/transfer.py --peers --json rows.json       # 10 to 20 minutes on an idle machine
+    python benchmarks/transfer.py --quick                        # no numbers to quote
 
-Blocks lie at random places on both sides, other places at each repetition; the time is the call and the wait.
+Rounds are interleaved: in each, the raw loops, this library over every way, and every peer are measured once, each in
+processes of its own. A row compares medians over all rounds and says whether its target holds; a baseline under 0.7 of
+what is recorded for it voids its row, and adds rounds while there is time. GB are 10⁹ bytes.
+
+Peers run in network namespaces of their own, once with bbr and once with cubic, and the better of the two counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
+import subprocess
+import sys
+import tempfile
 import time
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-from harness import MiB, Raw, Row, Table, gbps, main, other_process, repeat
+from contenders import HERE, Samples, run_round
+from harness import Row, Table, main
+from raw import MiB
+from transfer_rows import add_rows, print_as_tebench
 
-import torch_mooncake as tm
-from torch_mooncake import _core
-
-# name: (transports allowed, shared memory, host id of the other side; another host id forces TCP)
-PATHS = {
-    "shm": (("shm", "tcp"), True, ""),
-    "process_vm": (("shm", "tcp"), False, ""),
-    "unix": (("tcp",), False, ""),
-    "tcp": (("tcp",), False, "another-host"),
-}
-BATCHES = ((64 * MiB, 1), (MiB, 256), (64 << 10, 1024), (16 << 10, 20_000), (4 << 10, 1024))
+ROUNDS, MORE_ROUNDS = 5, 2
+BUDGET_S = 16 * 60  # the rails want the rest of twenty minutes
+BUFFER = 1600 * MiB  # of each process: above the caches, and room for 100 000 pages of 16 KiB
 
 
-def memory(shared: bool, nbytes: int) -> Any:
-    array = np.frombuffer(_core.SharedBuffer(nbytes), np.uint8) if shared else np.empty(nbytes, np.uint8)
-    array.fill(1)
-    return array
-
-
-def other(pipe: Any) -> None:
-    transports, shared, host_id, nbytes = pipe.recv()
-    with tm.Engine(transports=transports, token="bench", host_id=host_id) as engine:
-        region = engine.register(memory(shared, nbytes))
-        pipe.send((engine.addresses[0], region.descriptor()))
-        pipe.recv()
-
-
-def random_places(rng: Any, size: int, block: int, count: int) -> dict[str, Any]:
-    """Where the blocks lie on the two sides: each place once."""
-    sides = ("local_offsets", "remote_offsets")
-    return {side: rng.permutation(size // block)[:count] * block for side in sides}
-
-
-def throughput(move: Any, region: tm.Region, remote: tm.RemoteRegion, block: int, count: int, n: int) -> list[float]:
-    """GB/s of moving ``count`` blocks in one op."""
-    rng = np.random.default_rng(0)
-    seconds = []
-    for _ in range(n + 1):
-        places = random_places(rng, region.nbytes, block, count)
-        start = time.perf_counter()
-        move(region, remote, **places, nbytes=block).wait()
-        seconds.append(time.perf_counter() - start)
-    return gbps(block * count, seconds[1:])
-
-
-def latency_us(move: Any, region: tm.Region, remote: tm.RemoteRegion, block: int, calls: int) -> list[float]:
-    """Medians of five runs of small ops, one at a time."""
-    local, there = region[:block], remote[:block]
-    return [statistics.median(repeat(calls, lambda: move(local, there).wait())) * 1e6 for _ in range(5)]
+def arguments(parser: argparse.ArgumentParser) -> None:
+    venv = HERE.parent / ".venv-peers"
+    parser.add_argument("--peers", nargs="?", type=Path, const=venv, metavar="VENV", help="measure the peers too")
+    parser.add_argument("--rounds", type=int, help=f"instead of {ROUNDS} (and {MORE_ROUNDS} more for void rows)")
+    parser.add_argument("--no-rails", action="store_true", help="without the rows of rails.py")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    n = 3 if args.quick else 9
-    size = 128 * MiB if args.quick else 512 * MiB
-    raw = Raw()
-    table = Table("Transfer engine, two processes")
-    copy = raw.copy_bound(64 * MiB, 2, n)
-    table.measured("memory copy, 2 threads (copy bound)", copy, "GB/s")
-    baselines = dict.fromkeys(PATHS, ("copy, 2 threads", copy))
-    for path in ("unix", "tcp"):
-        speeds = raw.socket_loop(256 * MiB, 2, n, unix=path == "unix")
-        table.measured(f"raw {path} sockets, 2 connections", speeds, "GB/s")
-        baselines[path] = (f"raw {path} sockets", speeds)
+    if args.peers and not (args.peers / "bin" / "python").exists():
+        raise SystemExit(f"{args.peers} is not there: make peers")
+    samples = Samples()
+    start = time.monotonic()
+    rounds = args.rounds or (1 if args.quick else ROUNDS)
+    done = 0
+    while done < rounds or (done < rounds + MORE_ROUNDS and not args.quick and void_rows(samples)):
+        before = time.monotonic()
+        if done >= 2 and before - start + (before - start) / done > BUDGET_S:
+            break
+        done += 1
+        run_round(samples, args.peers, BUFFER, args.quick, lambda who, n=done: _say(f"round {n}: {who}"))
+        _say(f"round {done} took {time.monotonic() - before:.0f} s")
+    _say("")
+    table = Table(f"Transfer engine, two processes, {done} rounds")
+    add_rows(table, samples)
+    print_as_tebench(samples)
+    for failure in sorted(set(samples.failures)):
+        print(f"FAILED  {failure}")
+    if not args.peers:
+        print("without --peers: no row beside a peer was made")
+    return table.rows if args.no_rails else table.rows + rails(args.quick)
 
-    for path, (transports, shared, host_id) in PATHS.items():
-        against, baseline = baselines[path]
-        with other_process(other) as pipe, tm.Engine(transports=transports, token="bench") as engine:
-            pipe.send((transports, shared, host_id, size))
-            address, descriptor = pipe.recv()
-            region = engine.register(memory(shared, size))
-            remote = engine.connect(address).open(descriptor)
-            assert remote.transport == path, f"{path} was asked for, {remote.transport} would carry it"
-            for kind, move in (("write", engine.write), ("read", engine.read)):
-                for block, count in BATCHES:
-                    if block * count <= size:
-                        speeds = throughput(move, region, remote, block, count, n)
-                        name = f"{path} {kind} {block >> 10} KiB x {count}"
-                        table.measured(name, speeds, "GB/s", against=against, baseline=baseline)
-                for block in (4 << 10, 64 << 10):
-                    medians = latency_us(move, region, remote, block, 200 if args.quick else 1000)
-                    table.measured(f"{path} {kind} latency p50, {block >> 10} KiB", medians, "us")
-    return table.rows
+
+def void_rows(samples: Samples) -> int:
+    table = Table("", quiet=True)
+    add_rows(table, samples)
+    return sum(row.note.startswith("void") for row in table.rows)
+
+
+def rails(quick: bool) -> list[Row]:
+    """The rows of four shaped links between namespaces (rails.py)."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, str(HERE / "rails.py"), "--json", file.name, *(["--quick"] if quick else [])]
+        if subprocess.run(command).returncode != 0:
+            print("FAILED  rails.py: its rows are missing")
+            return []
+        rows = json.loads(Path(file.name).read_text())
+    return [Row(**{**row, "spread": tuple(row["spread"])}) for row in rows]
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(__doc__ or "", run))
+    raise SystemExit(main(__doc__ or "", run, arguments))

@@ -91,7 +91,7 @@ $(PEERS)/ready: | $(PY)
 	for package in $(PEERS)/debian/*.deb; do dpkg -x $$package $(PEERS)/debian; done
 	touch $@
 
-bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS="--json FILE")
+bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick)
 	@for script in benchmarks/transfer.py benchmarks/pool.py; do $(PY) $$script $(BENCH_ARGS); done
 
 cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU)

@@ -15,19 +15,22 @@ from __future__ import annotations
 import array
 import atexit
 import sys
+import threading
 from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
-from torch_mooncake import _core
+from torch_mooncake import _core, discovery
 from torch_mooncake.clock import NEVER, deadline_ns
 from torch_mooncake.errors import InvalidArgument, OutOfBounds
 from torch_mooncake.explain import Explanation
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from torch_mooncake.aio import LoopEvents
+    from torch_mooncake.discovery import Publication
 
 
 class Notification(NamedTuple):
@@ -250,6 +253,9 @@ class Engine:
             lanes=config.lanes,
             io_threads=config.io_threads,
         )
+        self._publications: list[discovery.Publication] = []
+        self._directories: dict[str | int, discovery.Directory] = {}
+        self._directories_lock = threading.Lock()
         _engines.add(self)
 
     @property
@@ -261,6 +267,16 @@ class Engine:
     def id(self) -> bytes:
         """16 random bytes, new for every engine."""
         return self._core.id
+
+    @property
+    def listening(self) -> list[str]:
+        """Every address peers may dial: each NIC's for a wildcard, and the Unix socket that proves "same host"."""
+        return self._core.listening
+
+    @property
+    def name(self) -> str:
+        """How peers call this engine in messages."""
+        return self._core.name
 
     def register(self, memory: Any, *, readable: bool = True, writable: bool = True, label: str = "") -> Region:
         """Let peers reach ``memory``: a contiguous CPU tensor, or a writable buffer (numpy array, bytearray).
@@ -277,6 +293,31 @@ class Engine:
     def connect(self, address: str, timeout: float | None = 30) -> Peer:
         """A session with the engine at ``address``. AuthError, PeerLost, Unsupported (naming the scheme), …"""
         return Peer(self._core.connect(address, deadline_ns(timeout)), address, self)
+
+    def publish(self, where: str | dist.Store, name: str) -> Publication:
+        """Let others ``find()`` this engine: ``where`` is "etcd://host:port[,host:port…][/prefix]" or a Store.
+
+        Replaces what was published under that name. Withdrawn by ``close()`` of the result or of the engine; in etcd
+        it goes with the process, too. IoError if the directory does not answer.
+        """
+        publication = self._directory(where).publish(name, lambda: discovery.record_of(self))
+        self._publications.append(publication)
+        return publication
+
+    def find(self, where: str | dist.Store, name: str, timeout: float | None = 30) -> Peer:
+        """Connect to the engine published as ``name``; waits until there is one.
+
+        KeyNotFound if none was published within ``timeout``; PeerLost if the record is of an incarnation that is gone
+        (also if another engine answers at its addresses); IoError if the directory does not answer.
+        """
+        return discovery.find(self, self._directory(where), name, timeout)
+
+    def _directory(self, where: str | dist.Store) -> discovery.Directory:
+        with self._directories_lock:
+            key = where if isinstance(where, str) else id(where)
+            if key not in self._directories:
+                self._directories[key] = discovery.open_directory(where)
+            return self._directories[key]
 
     def write(
         self,
@@ -371,6 +412,11 @@ class Engine:
 
     def close(self) -> None:
         """End all sessions; pending ops fail with Closed, and so do later calls. Idempotent, at most 2 s."""
+        for publication in self._publications:
+            publication.close()
+        with self._directories_lock:
+            for directory in self._directories.values():
+                directory.close()
         self._core.close()
 
     def __enter__(self) -> Engine:

@@ -303,6 +303,8 @@ void bind_transfer(nb::module_& m) {
           nb::arg("capsule"))
       .def("capsule", [](PyEngine& e) { return to_capsule(e.get(), kEngineCapsule); })
       .def_prop_ro("addresses", [](PyEngine& e) { return e->addresses(); })
+      .def_prop_ro("listening", [](PyEngine& e) { return e->rpc().self().addresses; })
+      .def_prop_ro("name", [](PyEngine& e) { return e->rpc().self().name; })
       .def_prop_ro("id", [](PyEngine& e) { return to_bytes(e->id()); })
       .def(
           "listen",

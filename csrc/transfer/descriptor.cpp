@@ -4,7 +4,7 @@ namespace torch_mooncake::transfer {
 
 std::string Descriptor::encode() const {
   ByteWriter out;
-  out.put(kMagic).put(kVersion).put(engine).put(region).put(generation).put(nbytes);
+  out.put(kMagic).put(kVersion).put(engine).put(kind).put(region).put(generation).put(nbytes);
   out.put(static_cast<uint8_t>(readable)).put(static_cast<uint8_t>(writable)).put(std::string_view(label));
   out.put(static_cast<uint32_t>(access.size()));
   for (auto& record : access) out.put(record.kind).put(std::string_view(record.body));
@@ -19,6 +19,7 @@ Result<Descriptor> Descriptor::decode(std::string_view bytes) {
                                               ", this library reads version " + std::to_string(kVersion));
   Descriptor d;
   d.engine = in.get_id();
+  d.kind = in.get<MemoryKind>();
   d.region = in.get<uint64_t>();
   d.generation = in.get<uint64_t>();
   d.nbytes = in.get<uint64_t>();

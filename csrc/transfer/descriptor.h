@@ -10,6 +10,7 @@
 
 #include "common/bytes.h"
 #include "common/status.h"
+#include "transfer/engine.h"
 
 namespace torch_mooncake::transfer {
 
@@ -22,8 +23,9 @@ struct AccessRecord {
 
 struct Descriptor {
   static constexpr uint32_t kMagic = 0x4d52'5254;  // "TRRM"
-  static constexpr uint16_t kVersion = 1;
+  static constexpr uint16_t kVersion = 2;
   Id128 engine{};
+  MemoryKind kind = MemoryKind::host;
   uint64_t region = 0;
   uint64_t generation = 0;
   uint64_t nbytes = 0;

@@ -147,6 +147,7 @@ Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions
   TM_TRY(usable());
   bool shm = allows("shm");
   return RegionPtr(regions_->add(std::move(place), std::move(options), [&](const RegionImpl& region) {
+    if (region.backing()) return region.backing()->access_records(region);
     std::vector<AccessRecord> records;
     if (shm && region.segment()) records.push_back(segment_record(region));
     if (shm) records.push_back(process_vm_record(region));
@@ -158,7 +159,7 @@ Result<RegionPtr> EngineImpl::register_memory(void* data, uint64_t nbytes, Regio
   if (data == nullptr && nbytes != 0) return Status(Code::invalid_argument, "cannot register bytes at a null address");
   if (reinterpret_cast<uintptr_t>(data) + nbytes < reinterpret_cast<uintptr_t>(data))
     return Status(Code::invalid_argument, std::to_string(nbytes) + " bytes do not fit behind that address");
-  RegionTable::Place place{data, nbytes, nullptr, 0};
+  RegionTable::Place place{.data = data, .nbytes = nbytes};
   if (auto shared = SharedHeap::instance().find(data, nbytes)) {
     place.segment = shared->segment;
     place.segment_offset = shared->offset;
@@ -178,7 +179,8 @@ Result<RegionPtr> EngineImpl::register_segment(const std::shared_ptr<Segment>& s
     std::shared_ptr<void> user;
   };
   options.keep = std::make_shared<Keep>(Keep{mapping, std::move(options.keep)});
-  return add_region({mapping->data + offset, nbytes, segment, offset}, std::move(options));
+  return add_region({.data = mapping->data + offset, .nbytes = nbytes, .segment = segment, .segment_offset = offset},
+                    std::move(options));
 }
 
 void EngineImpl::revoke_mapped(const RegionImplPtr& region) {
@@ -314,46 +316,59 @@ std::unique_ptr<rpc::BulkReceive> EngineImpl::begin(rpc::Lane& lane, std::string
 
 // ---- Ops
 
-Status EngineImpl::check(Direction direction, const std::vector<Slice>& slices) const {
+Status EngineImpl::check_bounds(const Batch& batch, size_t first) const {
+  auto& local = static_cast<const RegionImpl&>(*batch.local);
+  auto& remote = static_cast<const RemoteRegionImpl&>(*batch.remote);
+  const uint64_t local_size = local.nbytes(), remote_size = remote.nbytes();
   auto outside = [](uint64_t offset, uint64_t nbytes, uint64_t size) {
-    return offset > size || nbytes > size - offset;
+    return (offset > size) | (nbytes > size - offset);
   };
+  bool bad = false;  // no early end: the loop stays free of branches
+  for (auto& e : batch.extents)
+    bad |= outside(e.local_offset, e.nbytes, local_size) | outside(e.remote_offset, e.nbytes, remote_size);
+  if (!bad) return {};
+  size_t i = 0;
+  while (!outside(batch.extents[i].local_offset, batch.extents[i].nbytes, local_size) &&
+         !outside(batch.extents[i].remote_offset, batch.extents[i].nbytes, remote_size))
+    ++i;
+  auto& e = batch.extents[i];
+  bool here = outside(e.local_offset, e.nbytes, local_size);
+  return {Code::out_of_bounds, "slice " + std::to_string(first + i) + ": bytes " +
+                                   std::to_string(here ? e.local_offset : e.remote_offset) + " + " +
+                                   std::to_string(e.nbytes) + " leave the " + (here ? "local " : "remote ") +
+                                   (here ? local.name() : remote.name()) + " of " +
+                                   std::to_string(here ? local_size : remote_size) + " bytes"};
+}
+
+Status EngineImpl::check(Direction direction, std::span<const Batch> batches) const {
   Peer* peer = nullptr;
-  for (size_t i = 0; i < slices.size(); ++i) {
-    auto& s = slices[i];
+  size_t first = 0;
+  for (auto& batch : batches) {
     auto bad = [&](Code code, const std::string& what) {
-      return Status(code, "slice " + std::to_string(i) + ": " + what);
+      return Status(code, "slice " + std::to_string(first) + ": " + what);
     };
-    if (!s.local || !s.remote) return bad(Code::invalid_argument, "no region given");
-    auto& local = static_cast<RegionImpl&>(*s.local);
-    auto& remote = static_cast<RemoteRegionImpl&>(*s.remote);
+    if (!batch.local || !batch.remote) return bad(Code::invalid_argument, "no region given");
+    auto& local = static_cast<RegionImpl&>(*batch.local);
+    auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
     if (local.engine() != id()) return bad(Code::invalid_argument, "the local region belongs to another engine");
     if (peer == nullptr) peer = remote.peer().get();
     if (peer != remote.peer().get()) return bad(Code::invalid_argument, "an op has one peer, this is a second one");
-    if (outside(s.local_offset, s.nbytes, local.nbytes()))
-      return bad(Code::out_of_bounds, "bytes " + std::to_string(s.local_offset) + " + " + std::to_string(s.nbytes) +
-                                          " leave the local " + local.name() + " of " + std::to_string(local.nbytes()) +
-                                          " bytes");
-    if (outside(s.remote_offset, s.nbytes, remote.nbytes()))
-      return bad(Code::out_of_bounds, "bytes " + std::to_string(s.remote_offset) + " + " + std::to_string(s.nbytes) +
-                                          " leave the remote " + remote.name() + " of " +
-                                          std::to_string(remote.nbytes()) + " bytes");
-    if (remote.path(direction).endpoint == nullptr)
-      return bad(Code::invalid_argument,
-                 remote.name() + " is not " + (direction == Direction::read ? "readable" : "writable") + " by peers");
+    TM_TRY(check_bounds(batch, first));
+    TM_TRY(remote.reachable(direction, local.kind()));
+    first += batch.extents.size();
   }
   if (peer && &static_cast<PeerImpl*>(peer)->engine() != this)
     return {Code::invalid_argument, "the remote regions were opened by another engine"};
   return {};
 }
 
-Result<OpPtr> EngineImpl::submit(Direction direction, std::vector<Slice> slices, OpOptions options) {
+Result<OpPtr> EngineImpl::transfer(Direction direction, std::vector<Batch> batches, OpOptions options) {
   TM_TRY(usable());
   if (options.notify.size() > kMaxNotifyBytes)
     return Status(Code::invalid_argument,
                   "a notification holds at most 64 KiB, not " + std::to_string(options.notify.size()) + " bytes");
-  TM_TRY(check(direction, slices));
-  auto peer = slices.empty() ? options.peer : slices.front().remote->peer();
+  TM_TRY(check(direction, batches));
+  auto peer = batches.empty() ? options.peer : batches.front().remote->peer();
   if (!peer) {
     if (!options.notify.empty())
       return Status(Code::invalid_argument, "an empty list with a notification needs OpOptions::peer");
@@ -361,17 +376,9 @@ Result<OpPtr> EngineImpl::submit(Direction direction, std::vector<Slice> slices,
   }
   auto impl = std::static_pointer_cast<PeerImpl>(peer);
   if (!impl->alive()) return impl->session()->status().with(impl->name());
-  auto op = std::make_shared<OpImpl>(std::move(impl), direction, std::move(slices), std::move(options));
+  auto op = std::make_shared<OpImpl>(std::move(impl), direction, std::move(batches), std::move(options));
   TM_TRY(op->start());
   return OpPtr(op);
-}
-
-Result<OpPtr> EngineImpl::write(std::vector<Slice> slices, OpOptions options) {
-  return submit(Direction::write, std::move(slices), std::move(options));
-}
-
-Result<OpPtr> EngineImpl::read(std::vector<Slice> slices, OpOptions options) {
-  return submit(Direction::read, std::move(slices), std::move(options));
 }
 
 Result<Notification> EngineImpl::next_notification(Deadline deadline) {
@@ -447,6 +454,28 @@ void EngineImpl::close() {
 }  // namespace torch_mooncake::transfer
 
 namespace torch_mooncake {
+
+namespace {
+
+std::vector<Batch> batches_of(std::vector<Slice> slices) {
+  std::vector<Batch> out;
+  for (auto& s : slices) {
+    if (out.empty() || out.back().local != s.local || out.back().remote != s.remote)
+      out.push_back({std::move(s.local), std::move(s.remote), {}});
+    out.back().extents.push_back({s.local_offset, s.remote_offset, s.nbytes});
+  }
+  return out;
+}
+
+}  // namespace
+
+Result<OpPtr> Engine::write(std::vector<Slice> slices, OpOptions options) {
+  return transfer(Direction::write, batches_of(std::move(slices)), std::move(options));
+}
+
+Result<OpPtr> Engine::read(std::vector<Slice> slices, OpOptions options) {
+  return transfer(Direction::read, batches_of(std::move(slices)), std::move(options));
+}
 
 Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   TM_ASSIGN(auto engine, transfer::EngineImpl::make(std::move(options)));

@@ -36,6 +36,12 @@ namespace torch_mooncake {
 class Engine;
 class Peer;
 
+enum class Direction : uint8_t { read, write };
+
+// What a region is made of. A shared segment is host memory; the others are reached by their transports only.
+enum class MemoryKind : uint8_t { host, file, cuda };
+inline constexpr int kMemoryKinds = 3;
+
 struct EngineOptions {
   rpc::EndpointOptions rpc{};
   std::vector<std::string> listen{};  // empty: connects only
@@ -57,7 +63,8 @@ struct RegionOptions {
 class TM_API Region {
  public:
   virtual ~Region() = default;
-  virtual std::byte* data() const = 0;
+  virtual MemoryKind kind() const = 0;
+  virtual std::byte* data() const = 0;  // the first byte, where the kind has an address (a file has none)
   virtual uint64_t nbytes() const = 0;
   virtual uint64_t id() const = 0;
   virtual uint64_t generation() const = 0;  // random start, never repeats within an engine
@@ -85,6 +92,16 @@ struct Slice {
   RemoteRegionPtr remote;
   uint64_t remote_offset;
   uint64_t nbytes;
+};
+
+// Many slices between two regions: 24 bytes each, so that 100 000 pages are one cheap list.
+struct Extent {
+  uint64_t local_offset, remote_offset, nbytes;
+};
+struct Batch {
+  RegionPtr local;
+  RemoteRegionPtr remote;
+  std::vector<Extent> extents;
 };
 
 enum class OpState : uint8_t { pending, done, failed, timeout, cancelled };
@@ -166,8 +183,9 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
 
   // All remote slices of one op belong to one peer. All or nothing is not promised for the bytes, only for the
   // outcome. An empty list is done at once (the notification is still delivered).
-  virtual Result<OpPtr> write(std::vector<Slice> slices, OpOptions options) = 0;
-  virtual Result<OpPtr> read(std::vector<Slice> slices, OpOptions options) = 0;
+  virtual Result<OpPtr> transfer(Direction direction, std::vector<Batch> batches, OpOptions options) = 0;
+  Result<OpPtr> write(std::vector<Slice> slices, OpOptions options);
+  Result<OpPtr> read(std::vector<Slice> slices, OpOptions options);
 
   virtual Result<Notification> next_notification(Deadline deadline) = 0;
   // Instead of the queue: called on the callback thread for each notification.

@@ -32,8 +32,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   PeerPtr peer_of(const rpc::SessionPtr& session) override { return peer(session); }
   std::string transport_for(const PeerPtr& peer) const override;
   PeerExplanation explain(const PeerPtr& peer) const override;
-  Result<OpPtr> write(std::vector<Slice> slices, OpOptions options) override;
-  Result<OpPtr> read(std::vector<Slice> slices, OpOptions options) override;
+  Result<OpPtr> transfer(Direction direction, std::vector<Batch> batches, OpOptions options) override;
   Result<Notification> next_notification(Deadline deadline) override;
   void on_notification(std::function<void(Notification)> fn) override { notes_->set_handler(std::move(fn)); }
   rpc::Endpoint& rpc() override { return *rpc_; }
@@ -48,6 +47,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   const EngineOptions& options() const { return options_; }
   bool allows(std::string_view transport) const;
   RegionTable& regions() { return *regions_; }
+  // A region of any kind: how transports make those that are no host memory.
+  Result<RegionPtr> add_region(RegionTable::Place place, RegionOptions options);
   const std::shared_ptr<NotificationQueue>& notes() const { return notes_; }
   const std::shared_ptr<Worker>& callbacks() const { return callbacks_; }
   Worker& mover() { return mover_; }
@@ -67,9 +68,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
  private:
   EngineImpl(EngineOptions options, std::unique_ptr<rpc::Endpoint> rpc);
   void attach();
-  Result<RegionPtr> add_region(RegionTable::Place place, RegionOptions options);
-  Result<OpPtr> submit(Direction direction, std::vector<Slice> slices, OpOptions options);
-  Status check(Direction direction, const std::vector<Slice>& slices) const;
+  Status check(Direction direction, std::span<const Batch> batches) const;
+  Status check_bounds(const Batch& batch, size_t first) const;
   void revoke_mapped(const RegionImplPtr& region);
   void check_held();
   std::vector<PeerImplPtr> peers() const;

@@ -11,6 +11,7 @@
 #include "common/log.h"
 #include "transfer/engine_impl.h"
 #include "transfer/peer.h"
+#include "transfer/wire.h"
 
 namespace torch_mooncake::transfer {
 
@@ -24,6 +25,33 @@ inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
+}
+
+// Drops empty extents, joins those that are adjacent on both sides, drops batches that are left without any (but one).
+// Returns the bytes.
+uint64_t tidy(std::vector<Batch>& batches) {
+  uint64_t nbytes = 0;
+  for (auto& batch : batches) {
+    auto& extents = batch.extents;
+    size_t kept = 0;
+    for (auto& e : extents) {
+      if (e.nbytes == 0) continue;
+      nbytes += e.nbytes;
+      if (kept > 0) {
+        auto& last = extents[kept - 1];
+        if (last.local_offset + last.nbytes == e.local_offset && last.remote_offset + last.nbytes == e.remote_offset) {
+          last.nbytes += e.nbytes;
+          continue;
+        }
+      }
+      extents[kept++] = e;
+    }
+    extents.resize(kept);
+  }
+  auto first_empty = std::stable_partition(batches.begin(), batches.end(), [](auto& b) { return !b.extents.empty(); });
+  if (first_empty == batches.begin() && first_empty != batches.end()) ++first_empty;
+  batches.erase(first_empty, batches.end());
+  return nbytes;
 }
 
 uint64_t this_thread() { return std::hash<std::thread::id>{}(std::this_thread::get_id()); }
@@ -58,13 +86,13 @@ bool Event::wait(Deadline deadline) {
 
 // ---- OpImpl
 
-OpImpl::OpImpl(PeerImplPtr peer, Direction direction, std::vector<Slice> slices, OpOptions options)
+OpImpl::OpImpl(PeerImplPtr peer, Direction direction, std::vector<Batch> batches, OpOptions options)
     : peer_(std::move(peer)),
       direction_(direction),
-      slices_(std::move(slices)),
+      batches_(std::move(batches)),
       options_(std::move(options)),
       starter_(this_thread()) {
-  for (auto& slice : slices_) nbytes_ += slice.nbytes;
+  nbytes_ = tidy(batches_);
   int64_t budget = options_.deadline.is_never() ? 0 : options_.deadline.remaining_ns();
   grace_ns_ = std::max<int64_t>(budget / 10, 250'000'000);
 }
@@ -84,11 +112,8 @@ std::string OpImpl::transport() const {
   return transport_;
 }
 
-Status OpImpl::start() {
-  for (auto& slice : slices_) {
-    auto* region = static_cast<RegionImpl*>(slice.local.get());
-    if (used_.empty() || used_.back() != region) used_.push_back(region);
-  }
+Status OpImpl::acquire_regions() {
+  for (auto& batch : batches_) used_.push_back(static_cast<RegionImpl*>(batch.local.get()));
   std::sort(used_.begin(), used_.end());
   used_.erase(std::unique(used_.begin(), used_.end()), used_.end());
   for (size_t i = 0; i < used_.size(); ++i) {
@@ -96,29 +121,13 @@ Status OpImpl::start() {
     for (size_t taken = 0; taken < i; ++taken) used_[taken]->usage().release(peer_->name());
     return {Code::closed, used_[i]->name() + " was deregistered"};
   }
-  auto endpoint_of = [this](const Slice& slice) {
-    return static_cast<RemoteRegionImpl*>(slice.remote.get())->path(direction_).endpoint;
-  };
-  auto differs = [&](const Slice& a, const Slice& b) { return endpoint_of(a) != endpoint_of(b); };
-  if (std::adjacent_find(slices_.begin(), slices_.end(), differs) != slices_.end()) {
-    one_group_ = false;
-    std::stable_sort(slices_.begin(), slices_.end(),
-                     [&](const Slice& a, const Slice& b) { return std::less<>{}(endpoint_of(a), endpoint_of(b)); });
-  }
-  auto self = shared_from_this();
+  return {};
+}
+
+Status OpImpl::start() {
+  TM_TRY(acquire_regions());
   peer_->track(this, true);
-  auto slices = std::span<const Slice>(slices_);
-  while (!slices.empty()) {
-    auto* endpoint = endpoint_of(slices.front());
-    auto end = std::find_if(slices.begin(), slices.end(), [&](auto& s) { return endpoint_of(s) != endpoint; });
-    auto group = slices.first(end - slices.begin());
-    {
-      std::lock_guard lock(mutex_);
-      transport_ += (transport_.empty() ? "" : "+") + endpoint->name();
-    }
-    endpoint->submit(self, group);
-    slices = slices.subspan(group.size());
-  }
+  submit_all();
   part_done(nullptr, {});
   if (!ended() && !options_.deadline.is_never()) {
     uint64_t timer = peer_->engine().rpc().add_timer(options_.deadline, [weak = weak_from_this()] {
@@ -128,6 +137,46 @@ Status OpImpl::start() {
     timer_ = timer;
   }
   return {};
+}
+
+// One submit() for each path; a list too long for one message is cut.
+void OpImpl::submit_all() {
+  auto endpoint_of = [this](const Batch& batch) {
+    return static_cast<RemoteRegionImpl&>(*batch.remote).path(direction_, batch.local->kind()).endpoint;
+  };
+  auto before = [&](const Batch& a, const Batch& b) { return std::less<>{}(endpoint_of(a), endpoint_of(b)); };
+  if (!std::is_sorted(batches_.begin(), batches_.end(), before))
+    std::stable_sort(batches_.begin(), batches_.end(), before);
+  auto self = shared_from_this();
+  auto submit = [&](TransportEndpoint& endpoint, std::span<const Batch> batches) {
+    if (endpoint.name() != last_transport_) {
+      std::lock_guard lock(mutex_);
+      last_transport_ = endpoint.name();
+      transport_ += (transport_.empty() ? "" : "+") + last_transport_;
+    }
+    endpoint.submit(self, batches);
+  };
+  auto rest = std::span<const Batch>(batches_);
+  while (!rest.empty()) {
+    auto* endpoint = endpoint_of(rest.front());
+    size_t count = 0, extents = 0;
+    while (count < rest.size() && endpoint_of(rest[count]) == endpoint &&
+           extents + rest[count].extents.size() <= kMaxPieces)
+      extents += rest[count++].extents.size();
+    if (count < rest.size()) one_submit_ = false;
+    if (count > 0) {
+      submit(*endpoint, rest.first(count));
+      rest = rest.subspan(count);
+      continue;
+    }
+    auto& all = rest.front().extents;  // one batch that is too long alone
+    for (size_t at = 0; at < all.size(); at += kMaxPieces) {
+      auto end = all.begin() + std::min(all.size(), at + kMaxPieces);
+      Batch some{rest.front().local, rest.front().remote, {all.begin() + at, end}};
+      submit(*endpoint, {&some, 1});
+    }
+    rest = rest.subspan(1);
+  }
 }
 
 void OpImpl::add(PartPtr part) {
@@ -144,8 +193,8 @@ void OpImpl::add(PartPtr part) {
 
 std::string OpImpl::take_notify() {
   std::lock_guard lock(mutex_);
-  // The part that asks is the only one so far; a group of its own makes it the last as well.
-  if (!one_group_ || parts_.size() > 1) return {};
+  // The part that asks is the only one so far; a submit of its own makes it the last as well.
+  if (!one_submit_ || parts_.size() > 1) return {};
   return std::exchange(options_.notify, {});
 }
 
@@ -226,13 +275,13 @@ void OpImpl::end(const Status& status) {
   engine.count_op(state != OpState::done);
   peer_->track(this, false);
   struct Rest {
-    std::vector<Slice> slices;
+    std::vector<Batch> batches;
     std::shared_ptr<void> keep;
     std::function<void(const Status&)> on_end;
     Status status;
   };
   auto rest = std::make_shared<Rest>(
-      Rest{std::move(slices_), std::move(options_.keep), std::move(options_.on_end), std::move(final)});
+      Rest{std::move(batches_), std::move(options_.keep), std::move(options_.on_end), std::move(final)});
   auto callbacks = engine.callbacks();  // from here on the engine may go
   bool on_caller = this_thread() == starter_ && !rest->on_end;
   state_.store(state, std::memory_order_release);

@@ -32,7 +32,7 @@ class Event {
 
 class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
  public:
-  OpImpl(std::shared_ptr<PeerImpl> peer, Direction direction, std::vector<Slice> slices, OpOptions options);
+  OpImpl(std::shared_ptr<PeerImpl> peer, Direction direction, std::vector<Batch> batches, OpOptions options);
   ~OpImpl() override;
 
   OpState state() const override;
@@ -44,7 +44,7 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   bool remote_quiescent() const override { return remote_quiescent_.load(std::memory_order_acquire); }
   std::string transport() const override;
 
-  // Takes leave to touch the local regions, groups the slices by path and submits them. Called once, by the engine.
+  // Takes leave to touch the local regions, groups the batches by path and submits them. Called once, by the engine.
   Status start();
 
   // --- For transports.
@@ -65,18 +65,21 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   std::string take_notify();
 
  private:
+  Status acquire_regions();
+  void submit_all();
   void finish_parts();
   void end(const Status& status);
   std::string describe() const;
 
   const std::shared_ptr<PeerImpl> peer_;
   const Direction direction_;
-  std::vector<Slice> slices_;
+  std::vector<Batch> batches_;
   OpOptions options_;
   uint64_t nbytes_ = 0;
   int64_t grace_ns_ = 0;
-  std::string transport_;
-  bool one_group_ = true;
+  std::string transport_;  // all that were used; the last of them
+  std::string last_transport_;
+  bool one_submit_ = true;
   std::vector<RegionImpl*> used_;  // local regions in use, each once
   const uint64_t starter_;         // thread that called write() or read()
 

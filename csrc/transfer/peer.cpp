@@ -138,23 +138,30 @@ Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline
 }
 
 Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion opened, Deadline deadline) {
-  auto path = [&](Direction direction, bool allowed) -> Result<RemoteRegionImpl::Path> {
-    if (!allowed) return RemoteRegionImpl::Path{};
+  // Each local kind takes the first transport that carries it. A transport that several kinds ask is opened once.
+  RemoteRegionImpl::Paths paths;
+  auto find_paths = [&](Direction direction) -> Status {
+    uint8_t missing = (1 << kMemoryKinds) - 1;
     for (auto& endpoint : endpoints_) {
+      uint8_t takes = missing & endpoint->capabilities().local_kinds;
+      if (takes == 0) continue;
       TM_ASSIGN(auto memory, endpoint->open(opened, direction, deadline));
-      if (memory) return RemoteRegionImpl::Path{endpoint.get(), std::move(memory)};
+      if (!memory) continue;
+      missing &= ~takes;
+      for (int kind = 0; kind < kMemoryKinds; ++kind)
+        if (takes >> kind & 1) paths[kind][static_cast<int>(direction)] = {endpoint.get(), memory};
     }
-    return Status(Code::unsupported, "no allowed transport reaches memory of " + name_ +
-                                         (same_host() ? " (same host)" : " (another host)"));
+    if (missing != (1 << kMemoryKinds) - 1) return {};
+    return {Code::unsupported,
+            "no allowed transport reaches memory of " + name_ + (same_host() ? " (same host)" : " (another host)")};
   };
-  auto self = shared_from_this();
-  auto read = path(Direction::read, opened.descriptor.readable);
-  auto write = read ? path(Direction::write, opened.descriptor.writable) : read.status();
-  if (!write) {
+  Status found = opened.descriptor.readable ? find_paths(Direction::read) : Status();
+  if (found && opened.descriptor.writable) found = find_paths(Direction::write);
+  if (!found) {
     (void)session_->post(kCloseGrant, ByteWriter().put(opened.grant).take());
-    return write.status();
+    return found;
   }
-  return std::make_shared<RemoteRegionImpl>(self, std::move(opened), std::move(*read), std::move(*write));
+  return std::make_shared<RemoteRegionImpl>(shared_from_this(), std::move(opened), std::move(paths));
 }
 
 void PeerImpl::on_open(rpc::Message request, rpc::Responder responder) {
@@ -271,19 +278,31 @@ void PeerImpl::session_over(const Status& why) {
 
 // ---- RemoteRegionImpl
 
-RemoteRegionImpl::RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Path read, Path write)
-    : peer_(std::move(peer)), opened_(std::move(opened)), read_(std::move(read)), write_(std::move(write)) {}
+RemoteRegionImpl::RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Paths paths)
+    : peer_(std::move(peer)), opened_(std::move(opened)), paths_(std::move(paths)) {}
+
+Status RemoteRegionImpl::reachable(Direction d, MemoryKind local) const {
+  if (path(d, local).endpoint) return {};
+  bool read = d == Direction::read;
+  if (!(read ? opened_.descriptor.readable : opened_.descriptor.writable))
+    return {Code::invalid_argument, name() + " is not " + (read ? "readable" : "writable") + " by peers"};
+  return {Code::unsupported,
+          std::string("no allowed transport carries this kind of local memory ") + (read ? "from " : "to ") + name()};
+}
 
 RemoteRegionImpl::~RemoteRegionImpl() { static_cast<PeerImpl&>(*peer_).forget_remote(opened_); }
 
 std::string RemoteRegionImpl::transport() const {
-  auto* endpoint = read_.endpoint ? read_.endpoint : write_.endpoint;
-  return endpoint ? endpoint->name() : "";
+  for (auto& of_kind : paths_)
+    for (auto& path : of_kind)
+      if (path.endpoint) return path.endpoint->name();
+  return "";
 }
 
 std::shared_ptr<const std::byte> RemoteRegionImpl::mapped() const {
-  if (read_.memory) return read_.memory->mapped();
-  return write_.memory ? write_.memory->mapped() : nullptr;
+  for (auto& path : paths_[static_cast<int>(MemoryKind::host)])
+    if (path.memory) return path.memory->mapped();
+  return nullptr;
 }
 
 std::string RemoteRegionImpl::name() const {

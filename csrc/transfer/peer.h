@@ -4,6 +4,7 @@
 // twice in a session. Lives as long as its session or its last user.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -96,7 +97,8 @@ class RemoteRegionImpl final : public RemoteRegion {
     TransportEndpoint* endpoint = nullptr;
     RemoteMemoryPtr memory;
   };
-  RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Path read, Path write);
+  using Paths = std::array<std::array<Path, 2>, kMemoryKinds>;  // by kind of the local memory, and direction
+  RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Paths paths);
   ~RemoteRegionImpl() override;
   uint64_t nbytes() const override { return opened_.descriptor.nbytes; }
   const std::shared_ptr<Peer>& peer() const override { return peer_; }
@@ -105,7 +107,11 @@ class RemoteRegionImpl final : public RemoteRegion {
 
   const Descriptor& descriptor() const { return opened_.descriptor; }
   uint32_t grant() const { return opened_.grant; }
-  const Path& path(Direction d) const { return d == Direction::read ? read_ : write_; }
+  const Path& path(Direction d, MemoryKind local = MemoryKind::host) const {
+    return paths_[static_cast<int>(local)][static_cast<int>(d)];
+  }
+  // invalid_argument: the owner does not allow it; unsupported: no transport carries it.
+  Status reachable(Direction d, MemoryKind local) const;
   // Users of the owner's bytes in this process. Revoked when the owner calls the grant back.
   Usage& usage() { return usage_; }
   std::string name() const;
@@ -113,7 +119,7 @@ class RemoteRegionImpl final : public RemoteRegion {
  private:
   const std::shared_ptr<Peer> peer_;
   const OpenedRegion opened_;
-  const Path read_, write_;
+  const Paths paths_;
   Usage usage_;
 };
 

@@ -18,6 +18,8 @@ RegionImplPtr RegionTable::add(Place place, RegionOptions options,
   region->data_ = static_cast<std::byte*>(place.data);
   region->nbytes_ = place.nbytes;
   region->options_ = std::move(options);
+  region->kind_ = place.kind;
+  region->backing_ = std::move(place.backing);
   region->segment_ = std::move(place.segment);
   region->segment_offset_ = place.segment_offset;
   region->engine_ = engine_;
@@ -30,6 +32,7 @@ RegionImplPtr RegionTable::add(Place place, RegionOptions options,
   region->word_.store(region->generation_, std::memory_order_release);
   Descriptor d;
   d.engine = engine_;
+  d.kind = region->kind_;
   d.region = region->id_;
   d.generation = region->generation_;
   d.nbytes = region->nbytes_;

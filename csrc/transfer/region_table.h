@@ -16,8 +16,19 @@
 
 namespace torch_mooncake::transfer {
 
+class RegionImpl;
+
+// What a region that is no host memory stands on (a file, an allocation of a GPU): made and understood by its
+// transport, dropped with the region's last reference.
+class Backing {
+ public:
+  virtual ~Backing() = default;
+  virtual std::vector<AccessRecord> access_records(const RegionImpl& region) const = 0;
+};
+
 class RegionImpl final : public Region {
  public:
+  MemoryKind kind() const override { return kind_; }
   std::byte* data() const override { return data_; }
   uint64_t nbytes() const override { return nbytes_; }
   uint64_t id() const override { return id_; }
@@ -32,6 +43,7 @@ class RegionImpl final : public Region {
   // One-sided readers compare this word, in our memory, with the descriptor's generation after they have read. It
   // differs from it from deregistration on, and no other region's word ever equals it.
   const std::atomic<uint64_t>* generation_word() const { return &word_; }
+  const std::shared_ptr<Backing>& backing() const { return backing_; }  // null: host memory
   const std::shared_ptr<Segment>& segment() const { return segment_; }
   uint64_t segment_offset() const { return segment_offset_; }
   const Id128& engine() const { return engine_; }
@@ -41,6 +53,8 @@ class RegionImpl final : public Region {
   std::byte* data_ = nullptr;
   uint64_t nbytes_ = 0, id_ = 0, generation_ = 0;
   RegionOptions options_;
+  MemoryKind kind_ = MemoryKind::host;
+  std::shared_ptr<Backing> backing_;
   std::shared_ptr<Segment> segment_;
   uint64_t segment_offset_ = 0;
   Id128 engine_{};
@@ -55,10 +69,12 @@ class RegionTable {
   explicit RegionTable(const Id128& engine);
 
   struct Place {
-    void* data;
-    uint64_t nbytes;
-    std::shared_ptr<Segment> segment;  // null: private memory
+    void* data = nullptr;
+    uint64_t nbytes = 0;
+    std::shared_ptr<Segment> segment{};  // null: private memory
     uint64_t segment_offset = 0;
+    MemoryKind kind = MemoryKind::host;
+    std::shared_ptr<Backing> backing{};  // of other kinds than host
   };
   // `records` makes the access records of the new region.
   RegionImplPtr add(Place place, RegionOptions options,

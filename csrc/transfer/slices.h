@@ -1,4 +1,5 @@
-// Lists of slices as the transports want them: runs that are adjacent on both sides joined, empty ones left out.
+// Lists of slices as the transports want them. They arrive without empty extents and with adjacent ones joined, region
+// by region; what lies side by side in two regions is joined here.
 #pragma once
 
 #include <algorithm>
@@ -11,38 +12,42 @@
 namespace torch_mooncake::transfer {
 
 // The remote regions of a list, each once.
-inline std::vector<RemoteRegionImpl*> remotes_of(std::span<const Slice> slices) {
+inline std::vector<RemoteRegionImpl*> remotes_of(std::span<const Batch> batches) {
   std::vector<RemoteRegionImpl*> out;
-  for (auto& slice : slices) {
-    auto* remote = static_cast<RemoteRegionImpl*>(slice.remote.get());
-    if (out.empty() || out.back() != remote) out.push_back(remote);
-  }
+  for (auto& batch : batches) out.push_back(static_cast<RemoteRegionImpl*>(batch.remote.get()));
   std::sort(out.begin(), out.end());
   out.erase(std::unique(out.begin(), out.end()), out.end());
   return out;
 }
 
-// `base(remote)`: where the remote region begins, in whatever address space the copy uses. A region may be given again
-// and again for the same remote, so base() should be cheap.
+inline size_t count_extents(std::span<const Batch> batches) {
+  size_t n = 0;
+  for (auto& batch : batches) n += batch.extents.size();
+  return n;
+}
+
+// `base(remote)`: where the remote region begins, in whatever address space the copy uses. Asked once a batch.
 template <typename Base>
-std::vector<CopyPiece> copy_pieces_of(std::span<const Slice> slices, Direction direction, Base base) {
+std::vector<CopyPiece> copy_pieces_of(std::span<const Batch> batches, Direction direction, Base base) {
   std::vector<CopyPiece> out;
-  out.reserve(slices.size());
-  for (auto& slice : slices) {
-    if (slice.nbytes == 0) continue;
-    auto* ours = slice.local->data() + slice.local_offset;
-    auto* theirs = base(static_cast<const RemoteRegionImpl&>(*slice.remote)) + slice.remote_offset;
-    auto* dst = direction == Direction::read ? ours : theirs;
-    auto* src = direction == Direction::read ? theirs : ours;
-    if (!out.empty()) {
-      auto& last = out.back();
-      if (static_cast<std::byte*>(last.dst) + last.nbytes == dst &&
-          static_cast<const std::byte*>(last.src) + last.nbytes == src) {
-        last.nbytes += slice.nbytes;
-        continue;
+  out.reserve(count_extents(batches));
+  for (auto& batch : batches) {
+    std::byte* local = batch.local->data();
+    std::byte* remote = base(static_cast<const RemoteRegionImpl&>(*batch.remote));
+    for (auto& extent : batch.extents) {
+      auto *ours = local + extent.local_offset, *theirs = remote + extent.remote_offset;
+      auto* dst = direction == Direction::read ? ours : theirs;
+      auto* src = direction == Direction::read ? theirs : ours;
+      if (!out.empty()) {
+        auto& last = out.back();
+        if (static_cast<std::byte*>(last.dst) + last.nbytes == dst &&
+            static_cast<const std::byte*>(last.src) + last.nbytes == src) {
+          last.nbytes += extent.nbytes;
+          continue;
+        }
       }
+      out.push_back({dst, src, extent.nbytes});
     }
-    out.push_back({dst, src, slice.nbytes});
   }
   return out;
 }

@@ -19,8 +19,6 @@ namespace torch_mooncake::transfer {
 class OpImpl;
 class RegionImpl;
 
-enum class Direction : uint8_t { read, write };
-
 // What a transport can do, asked before it is used: no virtual of an absent capability exists to be called.
 struct Capabilities {
   const char* option;   // the name in EngineOptions::transports that allows it
@@ -30,6 +28,9 @@ struct Capabilities {
   bool target_idle;     // the target's CPU takes no part in moving bytes
   bool owner_revokes;   // the owner alone can end access; otherwise it needs the peer's release, or its death
   bool carries_notify;  // can deliver the notification behind the data of a part by itself
+  // Kinds of *local* memory it reads and writes: bits 1 << MemoryKind. What it reaches at the other side, open() says.
+  uint8_t local_kinds = 1 << static_cast<int>(MemoryKind::host);
+  bool takes(MemoryKind kind) const { return local_kinds >> static_cast<int>(kind) & 1; }
 };
 
 // How one transport reaches one remote region; whatever it needs to know. Dropped with the RemoteRegion.
@@ -66,14 +67,17 @@ class TransportEndpoint {
   virtual std::string name() const = 0;  // what op->transport() says
   // Reaches the peer's ordinary memory (in no segment), by what is known now.
   virtual bool available() const = 0;
-  // How to carry `direction` to that region. Null: not this way, the next allowed transport is asked.
+  // How to carry `direction` to that region, whose descriptor tells its kind. Null: not this way, the next allowed
+  // transport is asked.
   virtual Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) = 0;
   // What explain() says of it, by what is known now. Must not wait.
   virtual Explanation explain() const = 0;
   // Its connections with their counters, for stats() and explain().
   virtual std::vector<LaneStats> lane_stats() const { return {}; }
-  // Starts the slices as one or more parts: op->add(part) for each before it begins. Small ones may be over on return.
-  virtual void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) = 0;
+  // Starts the batches as one or more parts: op->add(part) for each before it begins. Small ones may be over on return.
+  // At most kMaxPieces extents, none empty, adjacent ones joined; at least one unless the whole op is empty. The lists
+  // themselves go when submit() returns, their regions at the op's end.
+  virtual void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) = 0;
   // The session has ended: end all parts, and everything done for the peer.
   virtual void session_over(const Status& why) = 0;
 };

@@ -95,7 +95,7 @@ TEST_CASE("region table: 10 000 regions; generations never repeat; quarantine is
   std::vector<uint64_t> generations;
   auto none = [](const RegionImpl&) { return std::vector<AccessRecord>(); };
   for (int i = 0; i < 10'000; ++i) {
-    regions.push_back(table.add({&table, 8, nullptr, 0}, {}, none));
+    regions.push_back(table.add({.data = &table, .nbytes = 8}, {}, none));
     generations.push_back(regions.back()->generation());
   }
   std::sort(generations.begin(), generations.end());

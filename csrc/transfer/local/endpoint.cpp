@@ -34,19 +34,19 @@ Explanation LocalEndpoint::explain() const {
 
 Result<RemoteMemoryPtr> LocalEndpoint::open(const OpenedRegion& opened, Direction, Deadline) {
   auto owner = EngineImpl::find(opened.descriptor.engine);
-  if (!owner || !owner->allows("local")) return RemoteMemoryPtr();
+  if (!owner || !owner->allows("local") || opened.descriptor.kind != MemoryKind::host) return RemoteMemoryPtr();
   auto region = owner->regions().find(opened.descriptor.region, opened.descriptor.generation);
   if (!region) return Status(Code::key_not_found, "the remote region is not registered any more");
   return RemoteMemoryPtr(std::make_shared<LocalMemory>(std::move(region)));
 }
 
-void LocalEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
+void LocalEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
   auto direction = op->direction();
   std::vector<RegionImplPtr> targets;
-  auto pieces = copy_pieces_of(slices, direction, [&](const RemoteRegionImpl& remote) {
+  auto pieces = copy_pieces_of(batches, direction, [&](const RemoteRegionImpl& remote) {
     return static_cast<LocalMemory&>(*remote.path(direction).memory).region->data();
   });
-  for (auto* remote : remotes_of(slices))
+  for (auto* remote : remotes_of(batches))
     targets.push_back(static_cast<LocalMemory&>(*remote->path(direction).memory).region);
   std::make_shared<LocalCopy>(op, std::move(pieces), std::move(targets))->run();
 }

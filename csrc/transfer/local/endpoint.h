@@ -15,7 +15,7 @@ class LocalEndpoint final : public TransportEndpoint {
   bool available() const override;
   Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
-  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
+  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) override;
   void session_over(const Status&) override {}  // a copy within the process needs no session
 
  private:

@@ -64,47 +64,35 @@ Result<RemoteMemoryPtr> ProcessVmEndpoint::open(const OpenedRegion& opened, Dire
   return RemoteMemoryPtr(memory);
 }
 
-void ProcessVmEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
-  if (op->direction() == Direction::write) return submit_pull(op, slices);
-  auto pieces = copy_pieces_of(slices, Direction::read, [](const RemoteRegionImpl& remote) {
+void ProcessVmEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
+  if (op->direction() == Direction::write) return submit_pull(op, batches);
+  auto pieces = copy_pieces_of(batches, Direction::read, [](const RemoteRegionImpl& remote) {
     return static_cast<ProcessVmMemory&>(*remote.path(Direction::read).memory).address;
   });
-  std::make_shared<VmReadPart>(op, std::move(pieces), remotes_of(slices))->run();
+  std::make_shared<VmReadPart>(op, std::move(pieces), remotes_of(batches))->run();
 }
 
-void ProcessVmEndpoint::submit_pull(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
-  bool whole = slices.size() <= kMaxPieces;
-  do {
-    auto some = slices.first(std::min<size_t>(slices.size(), kMaxPieces));
-    slices = slices.subspan(some.size());
-    PullRequest request;
-    request.id = next_pull_.fetch_add(1);
-    if (whole) request.notify = op->take_notify();
-    uint64_t nbytes = 0;
-    std::vector<RegionImpl*> sources;
-    for (auto& slice : some) {
-      auto& region = static_cast<RegionImpl&>(*slice.local);
-      auto& remote = static_cast<RemoteRegionImpl&>(*slice.remote);
-      if (sources.empty() || sources.back() != &region) sources.push_back(&region);
-      if (slice.nbytes == 0) continue;
-      auto address = reinterpret_cast<uint64_t>(region.data()) + slice.local_offset;
-      nbytes += slice.nbytes;
-      if (!request.pieces.empty()) {
-        auto& last = request.pieces.back();
-        if (last.target.grant == remote.grant() && last.source + last.target.nbytes == address &&
-            last.target.offset + last.target.nbytes == slice.remote_offset) {
-          last.target.nbytes += slice.nbytes;
-          continue;
-        }
-      }
-      request.pieces.push_back({address, {remote.grant(), slice.remote_offset, slice.nbytes}});
+void ProcessVmEndpoint::submit_pull(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
+  PullRequest request;
+  request.id = next_pull_.fetch_add(1);
+  request.notify = op->take_notify();
+  request.pieces.reserve(count_extents(batches));
+  uint64_t nbytes = 0;
+  std::vector<RegionImpl*> sources;
+  for (auto& batch : batches) {
+    sources.push_back(static_cast<RegionImpl*>(batch.local.get()));
+    auto base = reinterpret_cast<uint64_t>(batch.local->data());
+    auto grant = static_cast<RemoteRegionImpl&>(*batch.remote).grant();
+    for (auto& e : batch.extents) {
+      request.pieces.push_back({base + e.local_offset, {grant, e.remote_offset, e.nbytes}});
+      nbytes += e.nbytes;
     }
-    std::sort(sources.begin(), sources.end());
-    sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
-    for (auto* region : sources)
-      request.sources.push_back({reinterpret_cast<uint64_t>(region->generation_word()), region->generation()});
-    std::make_shared<PullPart>(op, request.id, nbytes)->run(std::move(request));
-  } while (!slices.empty());
+  }
+  std::sort(sources.begin(), sources.end());
+  sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
+  for (auto* region : sources)
+    request.sources.push_back({reinterpret_cast<uint64_t>(region->generation_word()), region->generation()});
+  std::make_shared<PullPart>(op, request.id, nbytes)->run(std::move(request));
 }
 
 void ProcessVmEndpoint::on_pull(rpc::Message message, rpc::Responder responder) {

@@ -24,13 +24,13 @@ class ProcessVmEndpoint final : public TransportEndpoint {
   bool available() const override;
   Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
-  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
+  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) override;
   void session_over(const Status& why) override;
 
   void pull_over(uint64_t id);  // by Pull
 
  private:
-  void submit_pull(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices);
+  void submit_pull(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches);
   void on_pull(rpc::Message request, rpc::Responder responder);
   void on_pull_cancel(rpc::Message request, rpc::Responder responder);
 

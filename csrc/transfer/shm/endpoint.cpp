@@ -99,12 +99,12 @@ Result<RemoteMemoryPtr> SegmentEndpoint::open(const OpenedRegion& opened, Direct
   return RemoteMemoryPtr(memory);
 }
 
-void SegmentEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) {
+void SegmentEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
   auto direction = op->direction();
-  auto pieces = copy_pieces_of(slices, direction, [&](const RemoteRegionImpl& remote) {
+  auto pieces = copy_pieces_of(batches, direction, [&](const RemoteRegionImpl& remote) {
     return static_cast<SegmentMemory&>(*remote.path(direction).memory).data;
   });
-  std::make_shared<SegmentCopy>(op, std::move(pieces), remotes_of(slices))->run();
+  std::make_shared<SegmentCopy>(op, std::move(pieces), remotes_of(batches))->run();
 }
 
 }  // namespace torch_mooncake::transfer

@@ -20,7 +20,7 @@ class SegmentEndpoint final : public TransportEndpoint {
   bool available() const override { return false; }  // only for regions in a segment
   Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
-  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
+  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) override;
   void session_over(const Status&) override {}  // a copy that runs finds out when it validates
 
  private:

@@ -67,32 +67,26 @@ std::vector<LaneStats> StreamEndpoint::lane_stats() const {
 
 bool StreamEndpoint::available() const { return peer_.features().tcp; }
 
-Result<RemoteMemoryPtr> StreamEndpoint::open(const OpenedRegion&, Direction, Deadline deadline) {
-  if (!available()) return RemoteMemoryPtr();
+Result<RemoteMemoryPtr> StreamEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
+  if (!available() || opened.descriptor.kind != MemoryKind::host) return RemoteMemoryPtr();
   TM_TRY(open_lanes(deadline));
   return RemoteMemoryPtr(std::make_shared<StreamMemory>());
 }
 
-void StreamEndpoint::submit(const OpImplPtr& op, std::span<const Slice> slices) {
+void StreamEndpoint::submit(const OpImplPtr& op, std::span<const Batch> batches) {
   auto& options = peer_.engine().options();
-  bool whole = slices.size() <= kMaxPieces;
-  do {
-    auto some = slices.first(std::min<size_t>(slices.size(), kMaxPieces));
-    slices = slices.subspan(some.size());
-    auto plan = plan_chunks(some, options.slice_bytes, options.lanes);
-    if (op->direction() == Direction::write) {
-      auto part = std::make_shared<WritePart>(op, lanes_, next_write_.fetch_add(1), std::move(plan));
-      part->run(whole ? op->take_notify() : std::string());
-    } else {
-      uint64_t id = next_read_.fetch_add(1);
-      auto part = std::make_shared<ReadPart>(op, *this, id, std::move(plan));
-      {
-        std::lock_guard lock(mutex_);
-        reads_[id] = part;
-      }
-      part->run();
-    }
-  } while (!slices.empty());
+  auto plan = plan_chunks(batches, options.slice_bytes, options.lanes);
+  if (op->direction() == Direction::write) {
+    auto part = std::make_shared<WritePart>(op, lanes_, next_write_.fetch_add(1), std::move(plan));
+    return part->run(op->take_notify());
+  }
+  uint64_t id = next_read_.fetch_add(1);
+  auto part = std::make_shared<ReadPart>(op, *this, id, std::move(plan));
+  {
+    std::lock_guard lock(mutex_);
+    reads_[id] = part;
+  }
+  part->run();
 }
 
 // ---- Frames

@@ -29,7 +29,7 @@ class StreamEndpoint final : public TransportEndpoint {
   Explanation explain() const override;
   std::vector<LaneStats> lane_stats() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
-  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Slice> slices) override;
+  void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) override;
   void session_over(const Status& why) override;
 
   Status open_lanes(Deadline deadline) { return keeper_.open(deadline); }

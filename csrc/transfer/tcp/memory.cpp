@@ -6,32 +6,32 @@
 
 namespace torch_mooncake::transfer {
 
-ChunkPlan plan_chunks(std::span<const Slice> slices, uint64_t slice_bytes, int lanes) {
+ChunkPlan plan_chunks(std::span<const Batch> batches, uint64_t slice_bytes, int lanes) {
   ChunkPlan plan;
-  for (auto& slice : slices) plan.nbytes += slice.nbytes;
+  size_t extents = 0;
+  for (auto& batch : batches) {
+    extents += batch.extents.size();
+    for (auto& extent : batch.extents) plan.nbytes += extent.nbytes;
+  }
+  plan.pieces.reserve(extents);
+  plan.local.reserve(extents);
   uint64_t share = (plan.nbytes + lanes - 1) / lanes;
   uint64_t chunk_bytes = std::clamp<uint64_t>((share + 4095) & ~uint64_t{4095}, 128 << 10, slice_bytes);
   auto full = [&] { return plan.chunks.back().nbytes == chunk_bytes || plan.chunks.back().count == kMaxChunkPieces; };
-  for (auto& slice : slices) {
-    uint32_t grant = static_cast<RemoteRegionImpl&>(*slice.remote).grant();
-    for (uint64_t at = 0; at < slice.nbytes;) {
-      bool fresh = plan.chunks.empty() || full();
-      if (fresh) plan.chunks.push_back({static_cast<uint32_t>(plan.pieces.size()), 0, 0});
-      auto& chunk = plan.chunks.back();
-      uint64_t n = std::min(slice.nbytes - at, chunk_bytes - chunk.nbytes);
-      auto* local = slice.local->data() + slice.local_offset + at;
-      Piece piece{grant, slice.remote_offset + at, n};
-      Piece* last = fresh ? nullptr : &plan.pieces.back();
-      if (last && last->grant == grant && last->offset + last->nbytes == piece.offset &&
-          plan.local.back() + last->nbytes == local) {
-        last->nbytes += n;
-      } else {
-        plan.pieces.push_back(piece);
-        plan.local.push_back(local);
+  for (auto& batch : batches) {
+    uint32_t grant = static_cast<RemoteRegionImpl&>(*batch.remote).grant();
+    std::byte* base = batch.local->data();
+    for (auto& extent : batch.extents) {
+      for (uint64_t at = 0; at < extent.nbytes;) {
+        if (plan.chunks.empty() || full()) plan.chunks.push_back({static_cast<uint32_t>(plan.pieces.size()), 0, 0});
+        auto& chunk = plan.chunks.back();
+        uint64_t n = std::min(extent.nbytes - at, chunk_bytes - chunk.nbytes);
+        plan.pieces.push_back({grant, extent.remote_offset + at, n});
+        plan.local.push_back(base + extent.local_offset + at);
         ++chunk.count;
+        chunk.nbytes += n;
+        at += n;
       }
-      chunk.nbytes += n;
-      at += n;
     }
   }
   return plan;

@@ -31,8 +31,8 @@ struct ChunkPlan {
 inline constexpr uint32_t kMaxChunkPieces = 256;
 inline constexpr uint32_t kMaxChunks = 1u << 22;
 
-// Joins adjacent slices, cuts long ones. Few bytes are still spread over `lanes`, in chunks of at least 128 KiB.
-ChunkPlan plan_chunks(std::span<const Slice> slices, uint64_t slice_bytes, int lanes);
+// Cuts long extents. Few bytes are still spread over `lanes`, in chunks of at least 128 KiB.
+ChunkPlan plan_chunks(std::span<const Batch> batches, uint64_t slice_bytes, int lanes);
 
 enum class StreamKind : uint8_t { write = 1, read = 2 };
 

@@ -128,18 +128,16 @@ void CopyPool::parallel_for(size_t n, size_t grain, const std::function<void(siz
 }
 
 void CopyPool::copy(std::span<const CopyPiece> pieces) {
-  std::vector<size_t> ends(pieces.size());  // running totals: a chunk finds its first piece by bisection
   size_t total = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) ends[i] = total += pieces[i].nbytes;
-  parallel_for(total, total <= kInlineBytes ? total : kChunkBytes, [&](size_t begin, size_t end) {
-    size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
-    for (; begin < end; ++i) {
-      size_t offset = begin - (ends[i] - pieces[i].nbytes);
-      size_t nbytes = std::min(end, ends[i]) - begin;
-      copy_bytes(static_cast<std::byte*>(pieces[i].dst) + offset, static_cast<const std::byte*>(pieces[i].src) + offset,
-                 nbytes);
-      begin += nbytes;
-    }
+  for (auto& piece : pieces) total += piece.nbytes;
+  auto path = copy_path_for(total, pieces.size());
+  if (total <= kInlineBytes || threads_ == 1) return copy_run(path, pieces.data(), 0, total);
+  std::vector<size_t> ends(pieces.size());  // running totals: a chunk finds its first piece by bisection
+  size_t end = 0;
+  for (size_t i = 0; i < pieces.size(); ++i) ends[i] = end += pieces[i].nbytes;
+  parallel_for(total, kChunkBytes, [&](size_t begin, size_t end) {
+    auto first = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+    copy_run(path, &pieces[first], begin - (ends[first] - pieces[first].nbytes), end - begin);
   });
 }
 

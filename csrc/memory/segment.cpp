@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <vector>
 
 #include "common/random.h"
 #include "memory/host_memory.h"
@@ -21,6 +22,24 @@ std::string mib(uint64_t nbytes) { return std::to_string((nbytes + (1 << 20) - 1
 
 Mapping::~Mapping() {
   if (data) ::munmap(data, nbytes);
+}
+
+void Mapping::fault_in(std::span<const CopyPiece> writes) {
+  std::call_once(once_, [this] { seen_ = std::make_unique<std::atomic<bool>[]>(nbytes / kGroup + 1); });
+  std::vector<const volatile std::byte*> fresh;
+  for (auto& piece : writes) {
+    auto* dst = static_cast<std::byte*>(piece.dst);
+    if (dst < data || dst >= data + nbytes || piece.nbytes == 0) continue;
+    size_t begin = static_cast<size_t>(dst - data), end = begin + piece.nbytes;
+    for (size_t group = begin / kGroup; group * kGroup < end; ++group) {
+      if (seen_[group].load(std::memory_order_relaxed)) continue;
+      seen_[group].store(true, std::memory_order_relaxed);
+      fresh.push_back(data + std::max(begin, group * kGroup));
+    }
+  }
+  CopyPool::shared().parallel_for(fresh.size(), 32, [&](size_t first, size_t last) {
+    for (; first < last; ++first) (void)*fresh[first];
+  });
 }
 
 Result<std::shared_ptr<Segment>> Segment::create(const std::string& debug_name, size_t initial_bytes,

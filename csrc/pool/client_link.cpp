@@ -10,8 +10,7 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr uint64_t kPoolCopyBytes = 256 << 10;  // from here on several threads copy
-constexpr uint64_t kCopyStepBytes = 64 << 20;   // between two looks at the clock
+constexpr uint64_t kCopyStepBytes = 64 << 20;  // between two looks at the clock
 
 bool is_unix(const rpc::SessionPtr& session) {
   const auto lanes = session->lanes();
@@ -158,11 +157,9 @@ Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data
   std::vector<CopyPiece> batch;
   uint64_t bytes = 0;
   auto flush = [&]() -> Status {
-    if (bytes < kPoolCopyBytes) {
-      for (const CopyPiece& c : batch) copy_bytes(c.dst, c.src, c.nbytes);
-    } else {
-      CopyPool::shared().copy(batch);
-    }
+    if (bytes >= (1 << 20))
+      for (auto& map : write_maps_) map->fault_in(batch);
+    CopyPool::shared().copy(batch);
     batch.clear();
     bytes = 0;
     TM_TRY(failpoint("client.copy"));
@@ -189,16 +186,8 @@ Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, uint64_t o
     // Without a pin the bytes may change while they are copied; the word tells afterwards.
     if (!slot.is_ok() && slot.status().code() != Code::busy) return slot.status();
     std::vector<CopyPiece> batch;
-    uint64_t bytes = 0;
-    for (const Run& run : all) {
-      batch.push_back({run.memory, read_maps_[run.segment]->data + run.offset, run.nbytes});
-      bytes += run.nbytes;
-    }
-    if (bytes < kPoolCopyBytes) {
-      for (const CopyPiece& c : batch) copy_bytes(c.dst, c.src, c.nbytes);
-    } else {
-      CopyPool::shared().copy(batch);
-    }
+    for (const Run& run : all) batch.push_back({run.memory, read_maps_[run.segment]->data + run.offset, run.nbytes});
+    CopyPool::shared().copy(batch);
     if (slot.is_ok()) {
       pins_->unpin(*slot);
     } else if (!pins_->valid(extent)) {

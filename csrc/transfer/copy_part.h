@@ -30,6 +30,7 @@ class CopyPart : public Part, public std::enable_shared_from_this<CopyPart> {
   // After the last byte: did the bytes belong to that region of that peer all the time?
   virtual Status validate() = 0;
   OpImpl& op() const { return *op_; }
+  uint64_t nbytes() const { return nbytes_; }
 
  private:
   bool claim();

@@ -52,12 +52,4 @@ std::vector<CopyPiece> copy_pieces_of(std::span<const Batch> batches, Direction 
   return out;
 }
 
-// Copies pieces within this address space: one thread for little, the shared pool for more.
-inline void copy_pieces(std::span<const CopyPiece> pieces) {
-  uint64_t total = 0;
-  for (auto& piece : pieces) total += piece.nbytes;
-  if (total > (1 << 20)) return CopyPool::shared().copy(pieces);
-  for (auto& piece : pieces) copy_bytes(piece.dst, piece.src, piece.nbytes);
-}
-
 }  // namespace torch_mooncake::transfer

@@ -29,7 +29,8 @@ static std::vector<unsigned char> noise(size_t n) {
 static void check_copy(CopyPath path, size_t n, size_t dst_shift, size_t src_shift) {
   auto src = noise(n + src_shift);
   std::vector<unsigned char> dst(n + dst_shift + 64, 0xEE);
-  copy_bytes_by(path, dst.data() + dst_shift, src.data() + src_shift, n);
+  CopyPiece piece{dst.data() + dst_shift, src.data() + src_shift, n};
+  copy_run(path, &piece, 0, n);
   REQUIRE(std::memcmp(dst.data() + dst_shift, src.data() + src_shift, n) == 0);
   for (size_t i = 0; i < dst_shift; ++i) REQUIRE(dst[i] == 0xEE);
   for (size_t i = 0; i < 64; ++i) REQUIRE(dst[dst_shift + n + i] == 0xEE);
@@ -51,6 +52,50 @@ TEST_CASE("copy: all paths, sizes around every boundary, all alignments") {
       }
     }
   }
+}
+
+TEST_CASE("copy: lists of pieces of every length and alignment, by every path, whole and in part") {
+  auto src = noise(1 << 20);
+  for (auto path : {CopyPath::plain, CopyPath::avx2, CopyPath::avx512}) {
+    if (!copy_path_available(path)) continue;
+    for (size_t most : {1u, 63u, 64u, 200u, 4096u, 16384u, 70000u, 300000u}) {
+      for (int round = 0; round < 8; ++round) {
+        // What must come out is written by memcpy; 0xEE where nothing may be written.
+        std::vector<unsigned char> dst(1 << 20, 0xEE), want(dst);
+        std::vector<CopyPiece> pieces;
+        size_t at = 0, total = 0;
+        for (int i = 0; i < 40; ++i) {
+          size_t n = round == 0 ? most : random_u64() % (most + 1), from = random_u64() % (src.size() - n + 1);
+          at += random_u64() % 130;
+          if (at + n > dst.size()) break;
+          pieces.push_back({dst.data() + at, src.data() + from, n});
+          at += n;
+          total += n;
+        }
+        size_t skip = random_u64() % (pieces[0].nbytes + 1);
+        size_t length = round < 4 ? total - skip : random_u64() % (total - skip + 1);
+        size_t left = length, offset = skip;
+        for (auto& piece : pieces) {
+          size_t n = std::min(left, piece.nbytes - offset);
+          std::memcpy(want.data() + (static_cast<unsigned char*>(piece.dst) - dst.data()) + offset,
+                      static_cast<const unsigned char*>(piece.src) + offset, n);
+          left -= n;
+          offset = 0;
+        }
+        copy_run(path, pieces.data(), skip, length);
+        REQUIRE(dst == want);
+      }
+    }
+  }
+}
+
+TEST_CASE("copy: the path by total and by length of the pieces") {
+  CHECK(copy_path_for(255 << 10, 1) == CopyPath::plain);
+  CHECK(copy_path_for(1 << 20, 4096) == CopyPath::plain);  // 256 bytes each
+  auto large = copy_path_for(1 << 20, 64);
+  CHECK(large == (copy_path_available(CopyPath::avx512) ? CopyPath::avx512
+                  : copy_path_available(CopyPath::avx2) ? CopyPath::avx2
+                                                        : CopyPath::plain));
 }
 
 TEST_CASE("copy pool: pieces of random sizes, more pieces than chunks and the reverse") {

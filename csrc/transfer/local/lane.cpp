@@ -1,7 +1,6 @@
 #include "transfer/local/lane.h"
 
 #include "transfer/peer.h"
-#include "transfer/slices.h"
 
 namespace torch_mooncake::transfer {
 
@@ -22,7 +21,7 @@ void LocalCopy::release() {
 }
 
 Status LocalCopy::copy(std::span<const CopyPiece> pieces) {
-  copy_pieces(pieces);
+  CopyPool::shared().copy(pieces);
   return {};
 }
 

@@ -1,11 +1,17 @@
 #include "transfer/shm/lane.h"
 
-#include "transfer/slices.h"
+#include "transfer/shm/memory.h"
 
 namespace torch_mooncake::transfer {
 
 SegmentCopy::SegmentCopy(OpImplPtr op, std::vector<CopyPiece> pieces, std::vector<RemoteRegionImpl*> remotes)
-    : CopyPart(std::move(op), std::move(pieces), "shm"), remotes_(std::move(remotes)) {}
+    : CopyPart(std::move(op), std::move(pieces), "shm"), remotes_(std::move(remotes)) {
+  if (nbytes() <= kInlineBytes || this->op().direction() == Direction::read) return;
+  for (auto* remote : remotes_)
+    written_.push_back(static_cast<SegmentMemory&>(*remote->path(Direction::write).memory).mapping.get());
+  std::sort(written_.begin(), written_.end());
+  written_.erase(std::unique(written_.begin(), written_.end()), written_.end());
+}
 
 Status SegmentCopy::acquire() {
   for (size_t i = 0; i < remotes_.size(); ++i) {
@@ -21,7 +27,8 @@ void SegmentCopy::release() {
 }
 
 Status SegmentCopy::copy(std::span<const CopyPiece> pieces) {
-  copy_pieces(pieces);
+  for (auto* mapping : written_) mapping->fault_in(pieces);
+  CopyPool::shared().copy(pieces);
   return {};
 }
 

@@ -19,6 +19,7 @@ class SegmentCopy final : public CopyPart {
 
  private:
   const std::vector<RemoteRegionImpl*> remotes_;  // each once; the op keeps them
+  std::vector<Mapping*> written_;                 // by much
 };
 
 }  // namespace torch_mooncake::transfer

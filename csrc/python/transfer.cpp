@@ -3,6 +3,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 
+#include <cmath>
+
 #include "memory/shared_heap.h"
 #include "python/event.h"
 #include "transfer/engine.h"
@@ -154,21 +156,6 @@ const char* state_name(OpState state) {
   return "unknown";
 }
 
-nb::dict stats_of(PyEngine& engine) {
-  auto s = without_gil([&] { return engine->stats(); });
-  nb::dict d;
-  d["ops"] = s.ops;
-  d["ops_failed"] = s.ops_failed;
-  d["resent_slices"] = s.resent_slices;
-  d["notifications"] = s.notifications;
-  d["bytes_sent"] = s.bytes_sent;
-  d["bytes_received"] = s.bytes_received;
-  d["regions"] = s.regions;
-  d["quarantined_regions"] = s.quarantined_regions;
-  d["sessions"] = s.sessions;
-  return d;
-}
-
 nb::dict facts_of(const std::vector<std::pair<std::string, Fact>>& facts) {
   nb::dict d;
   for (auto& [name, fact] : facts) d[name.c_str()] = std::visit([](auto& v) { return nb::cast(v); }, fact);
@@ -179,6 +166,7 @@ nb::list lanes_of(const std::vector<LaneStats>& lanes) {
   nb::list out;
   for (auto& lane : lanes) {
     nb::dict d;
+    d["peer"] = lane.peer;
     d["transport"] = lane.transport;
     d["lane"] = lane.lane;
     d["rail"] = lane.rail;
@@ -190,6 +178,54 @@ nb::list lanes_of(const std::vector<LaneStats>& lanes) {
     out.append(d);
   }
   return out;
+}
+
+nb::dict outcomes_of(const Outcomes& outcomes) {
+  nb::dict d;
+  d["done"] = outcomes.done;
+  d["failed"] = outcomes.failed;
+  d["timeout"] = outcomes.timeout;
+  d["cancelled"] = outcomes.cancelled;
+  return d;
+}
+
+nb::list latencies_of(const std::vector<OpStats>& latencies) {
+  nb::list out;
+  for (auto& s : latencies) {
+    nb::dict d;
+    d["direction"] = s.direction;
+    d["transport"] = s.transport;
+    d["up_to_nbytes"] = s.up_to_nbytes == UINT64_MAX ? nb::none() : nb::cast(s.up_to_nbytes);
+    d["ops"] = s.ops;
+    d["nbytes"] = s.nbytes;
+    d["latency_sum_s"] = static_cast<double>(s.latency_sum_ns) * 1e-9;
+    d["latency"] = std::vector<uint64_t>(s.latency.begin(), s.latency.end());
+    out.append(d);
+  }
+  return out;
+}
+
+nb::dict stats_of(PyEngine& engine) {
+  auto s = without_gil([&] { return engine->stats(); });
+  nb::dict d;
+  d["ops"] = s.ops;
+  d["ops_failed"] = s.ops_failed;
+  d["ops_in_flight"] = s.ops_in_flight;
+  d["reads"] = outcomes_of(s.reads);
+  d["writes"] = outcomes_of(s.writes);
+  d["latencies"] = latencies_of(s.latencies);
+  d["resent_slices"] = s.resent_slices;
+  d["failovers"] = s.failovers;
+  d["mover_queue"] = s.mover_queue;
+  d["callback_queue"] = s.callback_queue;
+  d["lanes"] = lanes_of(s.lanes);
+  d["notifications"] = s.notifications;
+  d["bytes_sent"] = s.bytes_sent;
+  d["bytes_received"] = s.bytes_received;
+  d["regions"] = s.regions;
+  d["quarantined_regions"] = s.quarantined_regions;
+  d["sessions"] = s.sessions;
+  return d;
 }
 
 nb::dict explain_peer(PyEngine& engine, PyPeer& peer) {
@@ -251,6 +287,11 @@ PyType_Slot shared_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(shared_g
 }  // namespace
 
 void bind_transfer(nb::module_& m) {
+  nb::list bounds;
+  for (int i = 0; i + 1 < OpStats::kBuckets; ++i)
+    bounds.append(std::ldexp(1e-9, OpStats::kFirstBucketLog2Ns + i));
+  m.attr("LATENCY_BOUNDS_S") = nb::tuple(bounds);
+
   nb::class_<SharedBuffer>(m, "SharedBuffer", nb::type_slots(shared_slots), "Memory that same-host peers can map.")
       .def(nb::init<uint64_t>(), nb::arg("nbytes"))
       .def_prop_ro("nbytes", &SharedBuffer::nbytes);

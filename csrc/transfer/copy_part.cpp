@@ -66,7 +66,7 @@ Status CopyPart::copy_all() {
 void CopyPart::finish(const Status& status) {
   bool writes = op_->direction() == Direction::write;
   uint64_t moved = status ? nbytes_ : 0;
-  op_->peer().engine().count_bytes(transport_, writes ? moved : 0, writes ? 0 : moved);
+  op_->peer().engine().metrics().bytes(transport_, writes ? moved : 0, writes ? 0 : moved);
   op_->set_remote_quiescent(true);  // whatever was written was written by this thread
   op_->part_done(shared_from_this(), status);
 }

@@ -388,32 +388,17 @@ Result<Notification> EngineImpl::next_notification(Deadline deadline) {
 
 // ---- Counters, end
 
-void EngineImpl::count_op(bool failed) {
-  ops_.fetch_add(1, std::memory_order_relaxed);
-  if (failed) ops_failed_.fetch_add(1, std::memory_order_relaxed);
-}
-
-void EngineImpl::count_bytes(std::string_view transport, uint64_t sent, uint64_t received) {
-  for (size_t i = 0; i < kTransports.size(); ++i) {
-    if (transport != kTransports[i]) continue;
-    if (sent) sent_[i].fetch_add(sent, std::memory_order_relaxed);
-    if (received) received_[i].fetch_add(received, std::memory_order_relaxed);
-  }
-}
-
 EngineStats EngineImpl::stats() const {
   EngineStats out;
-  out.ops = ops_;
-  out.ops_failed = ops_failed_;
-  out.resent_slices = resent_;
+  metrics_.read(out);
   out.notifications = notes_->count();
-  for (size_t i = 0; i < kTransports.size(); ++i) {
-    if (auto n = sent_[i].load()) out.bytes_sent[kTransports[i]] = n;
-    if (auto n = received_[i].load()) out.bytes_received[kTransports[i]] = n;
-  }
   out.regions = regions_->live_count();
   out.quarantined_regions = regions_->quarantined_count();
-  if (usable()) out.sessions = rpc_->sessions().size();
+  if (!usable()) return out;
+  out.mover_queue = mover_.depth();
+  out.callback_queue = callbacks_->depth();
+  out.sessions = rpc_->sessions().size();
+  for (auto& peer : peers()) peer->add_lane_stats(out.lanes);
   return out;
 }
 

@@ -15,6 +15,7 @@
 // that is not one of the engine's own. After close(), pending ops end with `closed` and new calls fail with it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -150,8 +151,31 @@ struct Notification {
   std::string data;
 };
 
+// Latencies of the ops that ended well, from the call to the end: one histogram for each direction, transport and size.
+struct OpStats {
+  // Upper bounds of the size classes.
+  static constexpr std::array<uint64_t, 5> kClassBytes = {4 << 10, 64 << 10, 1 << 20, 16 << 20, UINT64_MAX};
+  // Bucket i counts latencies up to 2^(8 + i) ns that no lower bucket counts; the last has no bound (above 34 s).
+  static constexpr int kFirstBucketLog2Ns = 8, kBuckets = 29;
+
+  std::string direction, transport;  // transport "mixed": several carried one op
+  uint64_t up_to_nbytes = 0;         // UINT64_MAX: the largest class
+  uint64_t ops = 0, nbytes = 0, latency_sum_ns = 0;
+  std::array<uint64_t, kBuckets> latency{};
+};
+
+struct Outcomes {
+  uint64_t done = 0, failed = 0, timeout = 0, cancelled = 0;
+};
+
 struct EngineStats {
-  uint64_t ops = 0, ops_failed = 0, resent_slices = 0, notifications = 0;
+  uint64_t ops = 0, ops_failed = 0, notifications = 0;  // ended; those of them that did not end well
+  uint64_t ops_in_flight = 0;
+  Outcomes reads, writes;
+  std::vector<OpStats> latencies;
+  uint64_t resent_slices = 0, failovers = 0;  // slices sent again; lanes and rails taken out while their peer lives
+  uint64_t mover_queue = 0, callback_queue = 0;  // tasks that wait
+  std::vector<LaneStats> lanes;
   std::map<std::string, uint64_t> bytes_sent, bytes_received;  // by transport; payload only
   uint64_t regions = 0, quarantined_regions = 0, sessions = 0;
 };

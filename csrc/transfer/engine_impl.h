@@ -10,6 +10,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "transfer/metrics.h"
 #include "transfer/notification_queue.h"
 #include "transfer/peer.h"
 #include "transfer/region_table.h"
@@ -58,9 +59,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
   // Mapped grants whose session is over: kept until their process is seen dead.
   void hold(std::vector<HeldGrant> grants, PeerImplPtr peer);
-  void count_op(bool failed);
-  void count_bytes(std::string_view transport, uint64_t sent, uint64_t received);
-  void count_resent(uint64_t slices) { resent_ += slices; }
+  Metrics& metrics() { return metrics_; }
   Status usable() const;  // closed or forked
   // The live engine of that id in this process.
   static std::shared_ptr<EngineImpl> find(const Id128& id);
@@ -86,9 +85,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::vector<std::string> addresses_;
   std::vector<HeldGrant> held_;
   bool watching_held_ = false;
-  static constexpr std::array kTransports = {"local", "shm", "process_vm", "unix", "tcp"};
-  std::array<std::atomic<uint64_t>, kTransports.size()> sent_{}, received_{};
-  std::atomic<uint64_t> ops_{0}, ops_failed_{0}, resent_{0};
+  Metrics metrics_;
   std::atomic<bool> closed_{false};
 };
 

@@ -93,7 +93,7 @@ OpImpl::OpImpl(PeerImplPtr peer, Direction direction, std::vector<Batch> batches
       options_(std::move(options)),
       starter_(this_thread()) {
   nbytes_ = tidy(batches_);
-  int64_t budget = options_.deadline.is_never() ? 0 : options_.deadline.remaining_ns();
+  int64_t budget = options_.deadline.is_never() ? 0 : std::max<int64_t>(0, options_.deadline.ns() - began_ns_);
   grace_ns_ = std::max<int64_t>(budget / 10, 250'000'000);
 }
 
@@ -127,6 +127,7 @@ Status OpImpl::acquire_regions() {
 Status OpImpl::start() {
   TM_TRY(acquire_regions());
   peer_->track(this, true);
+  peer_->engine().metrics().op_began();
   submit_all();
   part_done(nullptr, {});
   if (!ended() && !options_.deadline.is_never()) {
@@ -272,7 +273,7 @@ void OpImpl::end(const Status& status) {
   }
   auto& engine = peer_->engine();
   if (timer) engine.rpc().cancel_timer(timer);
-  engine.count_op(state != OpState::done);
+  engine.metrics().op_ended(direction_ == Direction::write, transport_, nbytes_, steady_ns() - began_ns_, state);
   peer_->track(this, false);
   struct Rest {
     std::vector<Batch> batches;

@@ -76,6 +76,7 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   std::vector<Batch> batches_;
   OpOptions options_;
   uint64_t nbytes_ = 0;
+  const int64_t began_ns_ = steady_ns();
   int64_t grace_ns_ = 0;
   std::string transport_;  // all that were used; the last of them
   std::string last_transport_;

@@ -103,6 +103,15 @@ PeerExplanation PeerImpl::explain() const {
   return out;
 }
 
+void PeerImpl::add_lane_stats(std::vector<LaneStats>& out) const {
+  for (auto& endpoint : endpoints_) {
+    for (auto& lane : endpoint->lane_stats()) {
+      out.push_back(std::move(lane));
+      out.back().peer = name_;
+    }
+  }
+}
+
 // ---- Remote regions
 
 Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline) {

@@ -56,6 +56,7 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   }
   std::string best_transport() const;  // for memory that is in no segment
   PeerExplanation explain() const;
+  void add_lane_stats(std::vector<LaneStats>& out) const;
   // Sends an op's notification and calls done with the answer.
   void notify(const std::string& data, std::function<void(const Status&)> done);
   void forget_remote(const OpenedRegion& region);  // a RemoteRegion is gone: tell the owner

@@ -70,6 +70,12 @@ void Worker::post(std::function<void()> task) {
   task();
 }
 
+size_t Worker::depth() const {
+  if (getpid() != state_->pid) return 0;
+  std::lock_guard lock(state_->mutex);
+  return state_->tasks.size();
+}
+
 void Worker::stop() {
   State& s = *state_;
   std::thread thread;

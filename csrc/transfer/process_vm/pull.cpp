@@ -56,7 +56,7 @@ void Pull::run() {
     waiting.swap(waiting_);
   }
   if (status) {
-    engine.count_bytes("process_vm", 0, nbytes_);
+    engine.metrics().bytes("process_vm", 0, nbytes_);
     if (!request_.notify.empty())
       engine.notes()->push({peer_->identity().engine, peer_->identity().name, std::move(request_.notify)});
     responder_.ok();
@@ -136,7 +136,7 @@ void PullPart::run(PullRequest request) {
   op_->peer().session()->call(kPull, std::move(body), Deadline::never(), [self](Result<rpc::Message> answer) {
     if (answer) {
       self->op_->add_bytes_done(self->nbytes_);
-      self->op_->peer().engine().count_bytes("process_vm", self->nbytes_, 0);
+      self->op_->peer().engine().metrics().bytes("process_vm", self->nbytes_, 0);
     }
     self->op_->part_done(self, answer.status());
   });

@@ -192,6 +192,7 @@ void StreamEndpoint::on_read_end(rpc::Message request, rpc::Responder responder)
 
 void StreamEndpoint::lane_closed(const rpc::Lane& lane) {
   if (!peer_.session()->alive()) return;
+  peer_.engine().metrics().failover();
   lanes_.lane_closed(lane);
   keeper_.lane_closed(lane);
 }

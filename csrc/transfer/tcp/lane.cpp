@@ -90,7 +90,7 @@ bool LaneScheduler::send_next(const std::vector<std::shared_ptr<rpc::Lane>>& lan
     ++frames_[lane->index()];
     make_ready(stream);
   }
-  if (attempt > 0) peer_.engine().count_resent(1);
+  if (attempt > 0) peer_.engine().metrics().resent(1);
   rpc::BulkFrame frame;
   if (Status status = stream->gather(chunk, attempt, frame); !status) {
     sent(stream, chunk, lane, 0, status);
@@ -129,7 +129,7 @@ void LaneScheduler::sent(const OutgoingPtr& stream, uint32_t chunk, const std::s
       stream->again_.push_back(chunk);
       make_ready(stream);
     }
-    if (status) peer_.engine().count_bytes(lane->is_unix() ? "unix" : "tcp", payload, 0);
+    if (status) peer_.engine().metrics().bytes(lane->is_unix() ? "unix" : "tcp", payload, 0);
     if (!stream->stopped_ || stream->in_flight_ > 0 || std::exchange(stream->told_, true)) return;
   }
   stream->at_rest();

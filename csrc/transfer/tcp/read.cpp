@@ -37,7 +37,7 @@ std::unique_ptr<rpc::BulkReceive> ReadPart::begin_frame(uint32_t chunk, uint64_t
 
 void ReadPart::applied(uint64_t nbytes, bool over_unix) {
   op_->add_bytes_done(nbytes);
-  op_->peer().engine().count_bytes(over_unix ? "unix" : "tcp", 0, nbytes);
+  op_->peer().engine().metrics().bytes(over_unix ? "unix" : "tcp", 0, nbytes);
 }
 
 void ReadPart::end(const Status& outcome) {

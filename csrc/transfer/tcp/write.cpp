@@ -95,7 +95,7 @@ Result<std::byte*> WriteTarget::enter(const Target& target, Window& window) {
 void WriteTarget::leave(Window& window) { peer_->grants().release(window); }
 
 void WriteTarget::applied(uint64_t nbytes, bool over_unix) {
-  peer_->engine().count_bytes(over_unix ? "unix" : "tcp", 0, nbytes);
+  peer_->engine().metrics().bytes(over_unix ? "unix" : "tcp", 0, nbytes);
 }
 
 void WriteTarget::header(uint32_t chunks, std::string notify, rpc::Responder responder) {

@@ -67,7 +67,7 @@ _EXPORTS = {
     ),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES = ("cli", "distributed", "kv", "node", "ops", "tensors", "weights", *_EXPORTS)
+_MODULES = ("cli", "distributed", "kv", "metrics", "node", "ops", "tensors", "weights", *_EXPORTS)
 
 __all__ = ["__version__", *_HOME]
 

@@ -48,6 +48,8 @@ class EventFd:
 
     def clear(self) -> None: ...
 
+LATENCY_BOUNDS_S: tuple = ...
+
 class SharedBuffer:
     """Memory that same-host peers can map."""
 

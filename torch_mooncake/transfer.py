@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
-from torch_mooncake import _core, discovery
+from torch_mooncake import _core, discovery, profiling
 from torch_mooncake.clock import NEVER, deadline_ns
 from torch_mooncake.errors import InvalidArgument, OutOfBounds
 from torch_mooncake.explain import Explanation
@@ -160,7 +160,10 @@ class Op:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the op is done; raise its error if it failed. DeadlineExceeded if ``timeout`` seconds pass first:
         the op goes on. Ctrl-C ends the wait, not the op."""
-        self._core.wait(deadline_ns(timeout))
+        if profiling.active():
+            with profiling.span("wait", f"{self.nbytes} bytes"):
+                return self._core.wait(deadline_ns(timeout))
+        return self._core.wait(deadline_ns(timeout))
 
     def done(self) -> bool:
         """True when it has ended, well or not."""
@@ -336,6 +339,9 @@ class Engine:
         ``notify`` (≤ 64 KiB) is delivered to the peer once, after the data is visible there. Sizes that differ:
         InvalidArgument; a slice that leaves its region: OutOfBounds, and nothing is written.
         """
+        if profiling.active():
+            with profiling.span("write", ""):
+                return self._transfer(True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
         return self._transfer(True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
 
     def read(
@@ -350,6 +356,9 @@ class Engine:
         notify: bytes = b"",
     ) -> Op:
         """Copy a peer's memory into local memory: the local destination comes first. Forms and errors as ``write``."""
+        if profiling.active():
+            with profiling.span("read", ""):
+                return self._transfer(False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
         return self._transfer(False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
 
     def _transfer(
@@ -403,7 +412,14 @@ class Engine:
         return Explanation(self._core.explain(peer._core))
 
     def stats(self) -> dict[str, Any]:
-        """Counters: ops, bytes by transport, regions (and how many in quarantine), sessions."""
+        """Counters since the engine was made, and how things stand now.
+
+        ``reads`` and ``writes``: ended ops by outcome; ``ops_in_flight``; ``latencies``: for each direction, transport
+        and size class (``up_to_nbytes``, None: larger) ``ops``, ``nbytes``, ``latency_sum_s`` and ``latency``, a
+        histogram (bucket 0 ends at 256 ns, each next at twice that); ``bytes_sent`` and ``bytes_received`` by
+        transport; ``lanes``; ``resent_slices``, ``failovers``; tasks that wait (``mover_queue``, ``callback_queue``);
+        ``regions``, ``quarantined_regions``, ``sessions``. ``torch_mooncake.metrics`` exports it to Prometheus.
+        """
         return self._core.stats()
 
     def capsule(self) -> Any:
@@ -479,6 +495,11 @@ def _running_loop_events() -> LoopEvents | None:
 
 
 _engines: WeakSet[Engine] = WeakSet()
+
+
+def live_engines() -> list[Engine]:
+    """The engines of this process that were made in Python and are still referenced."""
+    return list(_engines)
 
 
 @atexit.register

@@ -57,7 +57,7 @@ std::vector<LaneStats> StreamEndpoint::lane_stats() const {
   for (auto& lane : peer_.session()->lanes())
     out.push_back({.transport = lane->is_unix() ? "unix" : "tcp",
                    .lane = lane->describe(),
-                   .rail = "",
+                   .rail = lane->is_unix() ? "" : lane->rail().local + " -> " + lane->rail().remote,
                    .alive = lane->alive(),
                    .bytes_sent = lane->bytes_sent(),
                    .bytes_received = lane->bytes_received(),

@@ -124,7 +124,7 @@ def test_find_waits_for_the_publication(where: tuple[str, Any], engine: tm.Engin
 
 def test_missing_is_key_not_found(where: tuple[str, Any], engine: tm.Engine) -> None:
     with pytest.raises(tm.KeyNotFound, match="nobody"):
-        engine.find(where[1], "nobody", timeout=0.5)
+        engine.find(where[1], "nobody", timeout=2)
 
 
 def test_a_restarted_engine_is_found(where: tuple[str, Any], engine: tm.Engine, child: Callable[..., Child]) -> None:

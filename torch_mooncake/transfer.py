@@ -227,7 +227,9 @@ class Engine:
 
     ``listen``: addresses ("tcp://127.0.0.1:0", "unix:///path"); a TCP address beyond loopback needs a token.
     ``transports``: those allowed, best first; an unknown name is ``Unsupported``. ``host_id``: what makes two
-    processes neighbours (default: the boot id; a Unix socket must prove it).
+    processes neighbours (default: the boot id; a Unix socket must prove it). ``nics``: which NICs to use, globs of names
+    and networks ("eth*", "!docker*", "10.0.0.0/8"); all of both sides' that reach each other are used together.
+    ``lanes``: connections for bulk on each pair of NICs.
     """
 
     def __init__(
@@ -239,12 +241,13 @@ class Engine:
         host_id: str | None = None,
         name: str = "engine",
         lanes: int = 2,
+        nics: Sequence[str] | None = None,
         io_threads: int = 2,
     ) -> None:
         from torch_mooncake.config import Config
 
         config = Config.from_env(
-            token=token, host_id=host_id, transports=transports, lanes=lanes, io_threads=io_threads
+            token=token, host_id=host_id, transports=transports, lanes=lanes, io_threads=io_threads, nics=nics
         )
         self._core = _core.Engine.create(
             listen=[listen] if isinstance(listen, str) else list(listen),
@@ -254,6 +257,7 @@ class Engine:
             name=name,
             role="engine",
             lanes=config.lanes,
+            nics=list(config.nics),
             io_threads=config.io_threads,
         )
         self._publications: list[discovery.Publication] = []

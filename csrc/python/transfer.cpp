@@ -35,7 +35,8 @@ struct PyEngine : Held<Engine> {
 constexpr const char* kEngineCapsule = "torch_mooncake.Engine";
 
 PyEngine make_engine(std::vector<std::string> listen, std::string token, std::vector<std::string> transports,
-                     std::string host_id, std::string name, std::string role, int lanes, int io_threads) {
+                     std::string host_id, std::string name, std::string role, int lanes, int io_threads,
+                     std::vector<std::string> nics) {
   EngineOptions options;
   options.rpc.name = std::move(name);
   options.rpc.role = std::move(role);
@@ -45,6 +46,7 @@ PyEngine make_engine(std::vector<std::string> listen, std::string token, std::ve
   options.listen = std::move(listen);
   options.transports = std::move(transports);
   options.lanes = lanes;
+  options.nics = std::move(nics);
   return PyEngine(unwrap(without_gil([&] { return Engine::create(std::move(options)); })));
 }
 
@@ -338,7 +340,8 @@ void bind_transfer(nb::module_& m) {
 
   nb::class_<PyEngine>(m, "Engine")
       .def_static("create", &make_engine, nb::kw_only(), nb::arg("listen"), nb::arg("token"), nb::arg("transports"),
-                  nb::arg("host_id"), nb::arg("name"), nb::arg("role"), nb::arg("lanes"), nb::arg("io_threads"))
+                  nb::arg("host_id"), nb::arg("name"), nb::arg("role"), nb::arg("lanes"), nb::arg("io_threads"),
+                  nb::arg("nics"))
       .def_static(
           "from_capsule", [](nb::capsule capsule) { return PyEngine(from_capsule<Engine>(capsule, kEngineCapsule)); },
           nb::arg("capsule"))

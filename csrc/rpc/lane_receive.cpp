@@ -1,5 +1,7 @@
 #include <fcntl.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -73,7 +75,15 @@ LaneProgress LaneImpl::progress() const {
   if (!fd_.valid() || ::ioctl(fd_.get(), SIOCOUTQ, &in_kernel) != 0) in_kernel = 0;
   // A Unix socket counts its buffers' overhead too.
   uint64_t unread = std::min<uint64_t>(sent, static_cast<uint64_t>(std::max(in_kernel, 0)));
-  return {queued_bytes() + unread, sent - unread};
+  LaneProgress progress{queued_bytes() + unread, sent - unread};
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (!is_unix_ && fd_.valid() && ::getsockopt(fd_.get(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0) {
+    progress.in_flight = info.tcpi_unacked > 0 || info.tcpi_probes > 0;
+    progress.timeouts = uint32_t{info.tcpi_retransmits} + info.tcpi_probes / 2u;
+    progress.rtt_us = info.tcpi_rtt;
+  }
+  return progress;
 }
 
 void LaneImpl::kill(const Status& why) {

@@ -120,6 +120,10 @@ struct LaneTarget {
 struct LaneProgress {
   uint64_t waiting = 0;       // bytes queued here, and in the kernel without the peer's acknowledgement
   uint64_t acknowledged = 0;  // bytes ever acknowledged; a lane with bytes waiting where this stands still is stuck
+  // TCP only. What the peer's kernel does, however slow its process is:
+  bool in_flight = false;  // bytes are on the wire that it has not acknowledged
+  uint32_t timeouts = 0;   // how often they (or the probe of a closed window) were sent again without an answer
+  uint32_t rtt_us = 0;
 };
 
 class Session;

@@ -42,12 +42,13 @@ class NothingOp final : public Op {
 
 }  // namespace
 
-EngineImpl::EngineImpl(EngineOptions options, std::unique_ptr<rpc::Endpoint> rpc)
+EngineImpl::EngineImpl(EngineOptions options, NicFilter nics, std::unique_ptr<rpc::Endpoint> rpc)
     : options_(std::move(options)),
       callbacks_(std::make_shared<Worker>("tm-callbacks")),
       notes_(std::make_shared<NotificationQueue>(callbacks_)),
       rpc_(std::move(rpc)),
-      regions_(std::make_shared<RegionTable>(rpc_->self().engine)) {}
+      regions_(std::make_shared<RegionTable>(rpc_->self().engine)),
+      host_rails_(std::move(nics), [this] { rails_changed(); }) {}
 
 Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
   for (auto& name : options.transports)
@@ -58,8 +59,9 @@ Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
   if (options.slice_bytes < (256 << 10) || options.slice_bytes > (4 << 20))
     return Status(Code::invalid_argument,
                   "slice_bytes must be 256 KiB .. 4 MiB, not " + std::to_string(options.slice_bytes));
+  TM_ASSIGN(auto nics, NicFilter::parse(options.nics));
   TM_ASSIGN(auto rpc, rpc::Endpoint::create(options.rpc));
-  std::shared_ptr<EngineImpl> engine(new EngineImpl(std::move(options), std::move(rpc)));
+  std::shared_ptr<EngineImpl> engine(new EngineImpl(std::move(options), std::move(nics), std::move(rpc)));
   engine->attach();
   {
     std::lock_guard lock(registry().mutex);
@@ -129,6 +131,12 @@ const std::vector<std::string>& EngineImpl::addresses() const {
 Result<std::string> EngineImpl::listen(const std::string& address) {
   TM_TRY(usable());
   TM_ASSIGN(auto bound, rpc_->listen(address));
+  host_rails_.listening(address, bound);
+  auto told = rpc::parse_address(bound);
+  if (allows("tcp") && told && told->kind == rpc::Address::Kind::tcp) {
+    auto host = IpAddress::parse(told->host);
+    if (!host || !host->is_loopback()) host_rails_.start();  // hosts that are not numbers: others may come
+  }
   std::lock_guard lock(mutex_);
   addresses_.push_back(bound);
   return bound;
@@ -275,6 +283,12 @@ PeerImplPtr EngineImpl::peer(const rpc::SessionPtr& session) {
   return made;
 }
 
+void EngineImpl::rails_changed() {
+  if (!usable()) return;
+  for (auto& peer : peers())
+    if (auto* streams = peer->endpoint<StreamEndpoint>()) streams->our_rails_changed();
+}
+
 std::vector<PeerImplPtr> EngineImpl::peers() const {
   std::vector<PeerImplPtr> out;
   for (auto& session : rpc_->sessions())
@@ -287,6 +301,12 @@ Result<PeerPtr> EngineImpl::connect(const std::string& address, Deadline deadlin
   TM_TRY(usable());
   TM_ASSIGN(auto session, rpc_->connect(address, deadline));
   auto made = peer(session);
+  auto lanes = session->lanes();
+  bool leaves_host = std::any_of(lanes.begin(), lanes.end(), [](auto& lane) {
+    auto host = IpAddress::parse(lane->rail().remote);
+    return host && !host->is_loopback();
+  });
+  if (leaves_host && !session->same_host() && allows("tcp")) host_rails_.start();
   TM_TRY(made->ensure_features(deadline));
   // Where lanes are the way, open them now: the other side, which cannot, may want to send first.
   auto* streams = made->endpoint<StreamEndpoint>();
@@ -405,6 +425,7 @@ EngineStats EngineImpl::stats() const {
 void EngineImpl::close() {
   if (getpid() != pid_ || closed_.exchange(true)) return;
   const Status why(Code::closed, "the engine was closed");
+  host_rails_.stop();
   auto everybody = peers();
   for (auto& peer : everybody) peer->stop_ops(why);
   mover_.stop();  // copies stop at their next step
@@ -424,7 +445,7 @@ void EngineImpl::close() {
   };
   while (!soon.expired() && std::any_of(regions.begin(), regions.end(), mapped)) usleep(200);
   rpc_->close();
-  repair_.stop();
+  for (auto& worker : repair_) worker.stop();
   notes_->close();
   for (auto& region : regions_->quarantined()) {
     log::warning("transfer", region->name() + " can still be written by " + region->usage().users() +

@@ -49,7 +49,9 @@ struct EngineOptions {
   // Which transports may be used, in order of preference. Unknown names raise `unsupported`. "tcp" covers lanes over
   // Unix sockets too, named "unix" in transport_for() when they carry the bytes.
   std::vector<std::string> transports = {"local", "shm", "tcp"};
-  int lanes = 2;                   // TCP lanes a peer
+  int lanes = 2;                   // TCP lanes a rail (a pair of NICs) of each peer
+  // Which NICs: globs of names ("eth*", "!docker*") and networks ("10.0.0.0/8"); empty: all but container bridges.
+  std::vector<std::string> nics{};
   uint64_t slice_bytes = 1 << 20;  // 256 KiB .. 4 MiB
 };
 

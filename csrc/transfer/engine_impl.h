@@ -14,6 +14,7 @@
 #include "transfer/notification_queue.h"
 #include "transfer/peer.h"
 #include "transfer/region_table.h"
+#include "transfer/tcp/host_rails.h"
 #include "transfer/worker.h"
 
 namespace torch_mooncake::transfer {
@@ -53,7 +54,9 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   const std::shared_ptr<NotificationQueue>& notes() const { return notes_; }
   const std::shared_ptr<Worker>& callbacks() const { return callbacks_; }
   Worker& mover() { return mover_; }
-  Worker& repair() { return repair_; }
+  // Dials lanes. Rails take different threads, so that one that is silent does not hold up the others.
+  Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
+  HostRails& host_rails() { return host_rails_; }
   PeerImplPtr peer(const rpc::SessionPtr& session);  // the session's peer, made if need be
   // Registers a method whose handler wants the peer.
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
@@ -65,7 +68,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   static std::shared_ptr<EngineImpl> find(const Id128& id);
 
  private:
-  EngineImpl(EngineOptions options, std::unique_ptr<rpc::Endpoint> rpc);
+  EngineImpl(EngineOptions options, NicFilter nics, std::unique_ptr<rpc::Endpoint> rpc);
+  void rails_changed();
   void attach();
   Status check(Direction direction, std::span<const Batch> batches) const;
   Status check_bounds(const Batch& batch, size_t first) const;
@@ -79,7 +83,9 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::shared_ptr<NotificationQueue> notes_;
   std::unique_ptr<rpc::Endpoint> rpc_;
   std::shared_ptr<RegionTable> regions_;  // shared with drains that may outlive us
-  Worker mover_{"tm-mover"}, repair_{"tm-repair"};
+  Worker mover_{"tm-mover"};
+  std::array<Worker, 4> repair_{Worker("tm-repair-0"), Worker("tm-repair-1"), Worker("tm-repair-2"),
+                                Worker("tm-repair-3")};
 
   mutable std::mutex mutex_;
   std::vector<std::string> addresses_;
@@ -87,6 +93,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   bool watching_held_ = false;
   Metrics metrics_;
   std::atomic<bool> closed_{false};
+  HostRails host_rails_;  // last: its thread uses the others
 };
 
 }  // namespace torch_mooncake::transfer

@@ -42,12 +42,19 @@ bool PeerImpl::we_read_peer_vm() const {
   return known > 0;
 }
 
-// hello: u8 shm allowed, u8 tcp allowed, u8 "I can read your memory by process_vm_readv".
+// hello: u8 shm allowed, u8 tcp allowed, u8 "I can read your memory by process_vm_readv", and
+// the ends of its rails.
 std::string PeerImpl::hello() const {
   ByteWriter out;
   out.put(static_cast<uint8_t>(engine_.allows("shm"))).put(static_cast<uint8_t>(engine_.allows("tcp")));
   out.put(static_cast<uint8_t>(we_read_peer_vm()));
+  encode_ends(out, session_->same_host() ? std::vector<RailEnd>() : engine_.host_rails().ends());
   return out.take();
+}
+
+void PeerImpl::learn_rails(std::vector<RailEnd> rails) {
+  std::lock_guard lock(mutex_);
+  features_.rails = std::move(rails);
 }
 
 void PeerImpl::learn(std::string_view hello) {
@@ -56,6 +63,7 @@ void PeerImpl::learn(std::string_view hello) {
   f.shm = in.get<uint8_t>() != 0;
   f.tcp = in.get<uint8_t>() != 0;
   f.peer_reads_our_vm = in.get<uint8_t>() != 0;
+  f.rails = decode_ends(in);
   f.known = in.ok();
   std::lock_guard lock(mutex_);
   features_ = f;

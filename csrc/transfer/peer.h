@@ -12,6 +12,7 @@
 
 #include "transfer/grant.h"
 #include "transfer/op.h"
+#include "transfer/tcp/rails.h"
 #include "transfer/transport.h"
 #include "transfer/usage.h"
 
@@ -24,6 +25,7 @@ class RemoteRegionImpl;
 struct PeerFeatures {
   bool known = false;
   bool shm = false, tcp = false;   // the peer allows them
+  std::vector<RailEnd> rails{};    // the NICs it can be reached at, refreshed by kRails
   bool peer_reads_our_vm = false;  // process_vm_readv, probed by the peer
 };
 
@@ -45,6 +47,7 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   const std::string& name() const { return name_; }  // "name (pid 42)": who is blamed
   Status ensure_features(Deadline deadline);         // asks the peer unless it has told us already
   PeerFeatures features() const;
+  void learn_rails(std::vector<RailEnd> rails);
   bool we_read_peer_vm() const;  // probed once, when a Unix lane has proven the same host
   GrantTable& grants() { return grants_; }
   // The endpoint of type T, null if its transport is not allowed.

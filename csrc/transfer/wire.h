@@ -18,6 +18,8 @@ enum Method : uint16_t {
   kWrite = 130,        // call: a stream of chunks follows on the lanes; answered when all are applied (tcp)
   kWriteCancel = 131,  // call: answered when no byte of that stream can land
   kRead = 132,         // call: send me these chunks; answered at the stream's end
+  kRails = 134,        // post: this side's ends of rails have changed
+  kLaneLost = 135,     // post: this side has shut that lane down
   kReadEnd = 133,      // post: no more chunks of that stream, please
 };
 

@@ -6,7 +6,7 @@
 
 namespace torch_mooncake::transfer {
 
-StreamEndpoint::StreamEndpoint(PeerImpl& peer) : peer_(peer), lanes_(peer), keeper_(peer) {}
+StreamEndpoint::StreamEndpoint(PeerImpl& peer) : peer_(peer), lanes_(peer, [this] { keeper_.watch(); }), keeper_(peer, lanes_) {}
 
 void StreamEndpoint::attach(EngineImpl& engine) {
   auto forward = [](auto member) {
@@ -20,6 +20,8 @@ void StreamEndpoint::attach(EngineImpl& engine) {
   engine.handle(kWriteCancel, forward(&StreamEndpoint::on_write_cancel));
   engine.handle(kRead, forward(&StreamEndpoint::on_read));
   engine.handle(kReadEnd, forward(&StreamEndpoint::on_read_end));
+  engine.handle(kRails, forward(&StreamEndpoint::on_rails));
+  engine.handle(kLaneLost, forward(&StreamEndpoint::on_lane_lost));
 }
 
 const Capabilities& StreamEndpoint::capabilities() const {
@@ -188,7 +190,22 @@ void StreamEndpoint::on_read_end(rpc::Message request, rpc::Responder responder)
   responder.ok();
 }
 
-// ---- Lanes and sessions that die
+// ---- Rails, and lanes and sessions that die
+
+void StreamEndpoint::on_rails(rpc::Message request, rpc::Responder responder) {
+  ByteReader in(request.body);
+  auto ends = decode_ends(in);
+  if (in.done()) {
+    peer_.learn_rails(std::move(ends));
+    keeper_.peer_rails_changed();
+  }
+  responder.ok();
+}
+
+void StreamEndpoint::on_lane_lost(rpc::Message request, rpc::Responder responder) {
+  keeper_.lane_lost(ByteReader(request.body).get<uint32_t>());
+  responder.ok();
+}
 
 void StreamEndpoint::lane_closed(const rpc::Lane& lane) {
   if (!peer_.session()->alive()) return;

@@ -36,6 +36,7 @@ class StreamEndpoint final : public TransportEndpoint {
   // A bulk frame begins.
   std::unique_ptr<rpc::BulkReceive> begin(std::string_view body, uint64_t payload_bytes, bool over_unix);
   void lane_closed(const rpc::Lane& lane);
+  void our_rails_changed() { keeper_.our_rails_changed(); }
   LaneScheduler& lanes() { return lanes_; }
   void write_over(uint64_t id);   // by WriteTarget
   void read_over(uint64_t id);    // by ReadPart
@@ -46,6 +47,8 @@ class StreamEndpoint final : public TransportEndpoint {
   void on_write_cancel(rpc::Message request, rpc::Responder responder);
   void on_read(rpc::Message request, rpc::Responder responder);
   void on_read_end(rpc::Message request, rpc::Responder responder);
+  void on_rails(rpc::Message request, rpc::Responder responder);
+  void on_lane_lost(rpc::Message request, rpc::Responder responder);
   std::shared_ptr<WriteTarget> write_target(uint64_t id, bool make);  // null: finished
 
   PeerImpl& peer_;

@@ -12,6 +12,12 @@ void LaneScheduler::start(OutgoingPtr stream) {
     make_ready(stream);
   }
   pump();
+  started_();
+}
+
+bool LaneScheduler::busy() const {
+  std::lock_guard lock(mutex_);
+  return !live_.empty();
 }
 
 void LaneScheduler::make_ready(const OutgoingPtr& stream) {

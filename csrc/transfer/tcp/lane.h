@@ -5,6 +5,7 @@
 // may be killed, and that should not end the session.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -19,7 +20,8 @@ class LaneScheduler {
  public:
   static constexpr uint32_t kLaneFrames = 4;
 
-  explicit LaneScheduler(PeerImpl& peer) : peer_(peer) {}
+  LaneScheduler(PeerImpl& peer, std::function<void()> started) : peer_(peer), started_(std::move(started)) {}
+  bool busy() const;  // a stream has not ended
   void start(OutgoingPtr stream);
   void stop(const OutgoingPtr& stream);
   // Shuts the lanes down that hold frames of this stream.
@@ -37,6 +39,7 @@ class LaneScheduler {
   void make_ready(const OutgoingPtr& stream);
 
   PeerImpl& peer_;
+  const std::function<void()> started_;  // after each start()
   mutable std::mutex mutex_;
   std::set<OutgoingPtr> live_;
   std::deque<OutgoingPtr> ready_;        // have work; each once

@@ -1,40 +1,87 @@
-// LaneKeeper: which lanes the session with one peer should have, and the dialling of those that it lost.
+// LaneKeeper: which lanes the session with one peer should have, the dialling of those that it lost, and the removal of
+// those that stand still.
 //
-// The side that connected dials; the other side sees lanes appear, and uses what there is. A lost lane is dialled again
-// within 100 ms, then after 100, 200, 400, 500, 500 … ms, as long as the session lives. A lane proves the session's
-// key, so a peer that restarted on the same address (another incarnation) never gets one: its refusal ends the session.
+// Every rail (rails.h) has the engine's number of lanes, each bound to its NIC. The side that connected dials; the other
+// side sees lanes appear, and uses what there is. A session that does not leave the host, or whose peer told no ends,
+// has one rail: the way it was dialled. A lane proves the session's key, so a peer that restarted on the same address
+// (another incarnation) never gets one.
 //
-// What the multi-rail code builds on: a lane knows its rail (rpc::Lane::rail()), Session::open_lane() puts one on a
-// rail of choice, the scheduler (lane.h) sends over whatever lanes there are, by their measured rates, and kills those
-// that stand still while others move (their slices are sent again elsewhere). A rail that is down is one without live
-// lanes.
+// A rail is taken out at once when its lanes break, when a NIC loses its link or address (each side tells the other),
+// or when its lanes stand still (nothing sent is acknowledged) while another rail moves. Its slices are sent again elsewhere (lane.h).
+// Meanwhile it is probed: at once, after 100, 200, then every 500 ms (10 s if it never worked), as long as the session
+// lives.
 //
-// Threads: any; dialling happens on the caller's thread in open(), and on the engine's repair thread.
+// Threads: any. Dialling happens on the engine's repair threads; open() waits for it.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
 
-#include "rpc/session.h"
+#include "transfer/tcp/rails.h"
 
 namespace torch_mooncake::transfer {
 
 class PeerImpl;
+class LaneScheduler;
 
 class LaneKeeper {
  public:
-  explicit LaneKeeper(PeerImpl& peer) : peer_(peer) {}
-  // All that should be there, on the caller's thread. Nothing to do for the side that was connected to.
+  LaneKeeper(PeerImpl& peer, LaneScheduler& scheduler) : peer_(peer), scheduler_(scheduler) {}
+  // Returns when one rail has its lanes and the others had a moment to get theirs. Nothing to do for the side that was
+  // connected to.
   Status open(Deadline deadline);
-  // Lanes of the handshake (0, perhaps 1) are not reopened: with lane 0 the session ends.
   void lane_closed(const rpc::Lane& lane);
+  // Our ends have changed: the peer is told.
+  void our_rails_changed();
+  // The peer's ends have changed.
+  void peer_rails_changed();
+  // The peer has found a lane dead that looks alive here.
+  void lane_lost(uint32_t index);
+  // Something is being sent: watches for lanes that stand still until nothing is.
+  void watch();
 
  private:
-  int wanted() const;
-  void repair(int attempt);
+  struct RailState {
+    std::optional<RailPlan> plan;  // none: as the session was dialled
+    bool was_up = false;
+    bool busy = false;  // being dialled, or waiting for it
+    bool bind_device = true;
+    int failures = 0;
+    uint64_t timer = 0;
+  };
+  struct Progress {
+    rpc::Rail rail;
+    uint64_t acknowledged = 0;
+    int64_t moved_ns = 0;         // when it last did, or had nothing to do
+    int64_t timed_out_ns = 0;     // when the kernel was first seen to repeat in vain, 0: it does not
+  };
+  void plan();
+  size_t lanes_on(const rpc::Rail& rail) const;
+  void ensure(const rpc::Rail& rail, int64_t delay_ms);
+  void dial(const rpc::Rail& rail);
+  void ensure_all(int64_t delay_ms);
+  void drop_vanished(const std::vector<RailEnd>& before, const std::vector<RailEnd>& now, std::string rpc::Rail::*end);
+  void tick();
+  bool stands_still(const Progress& lane, const rpc::LaneProgress& now, int64_t now_ns) const;
+  void take_out(rpc::Lane& lane, const Status& why);
 
   PeerImpl& peer_;
-  std::atomic<bool> repairing_{false};
+  LaneScheduler& scheduler_;
+  std::atomic<bool> watching_{false};
+  std::mutex tick_mutex_;
+  std::map<uint32_t, Progress> progress_;  // by lane
+
+  mutable std::mutex mutex_;
+  std::condition_variable dialled_;
+  std::map<rpc::Rail, RailState> rails_;
+  std::vector<RailEnd> ours_, peers_;  // as last looked at
+  rpc::Rail dialled_as_;               // the rail of the session's first TCP lane
+  bool planned_ = false;
 };
 
 }  // namespace torch_mooncake::transfer

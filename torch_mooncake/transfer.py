@@ -227,8 +227,8 @@ class Engine:
 
     ``listen``: addresses ("tcp://127.0.0.1:0", "unix:///path"); a TCP address beyond loopback needs a token.
     ``transports``: those allowed, best first; an unknown name is ``Unsupported``. ``host_id``: what makes two
-    processes neighbours (default: the boot id; a Unix socket must prove it). ``nics``: which NICs to use, globs of names
-    and networks ("eth*", "!docker*", "10.0.0.0/8"); all of both sides' that reach each other are used together.
+    processes neighbours (default: the boot id; a Unix socket must prove it). ``nics``: which NICs to use, globs of
+    names and networks ("eth*", "!docker*", "10.0.0.0/8"); all of both sides' that reach each other are used together.
     ``lanes``: connections for bulk on each pair of NICs.
     """
 

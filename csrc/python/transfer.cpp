@@ -290,8 +290,7 @@ PyType_Slot shared_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(shared_g
 
 void bind_transfer(nb::module_& m) {
   nb::list bounds;
-  for (int i = 0; i + 1 < OpStats::kBuckets; ++i)
-    bounds.append(std::ldexp(1e-9, OpStats::kFirstBucketLog2Ns + i));
+  for (int i = 0; i + 1 < OpStats::kBuckets; ++i) bounds.append(std::ldexp(1e-9, OpStats::kFirstBucketLog2Ns + i));
   m.attr("LATENCY_BOUNDS_S") = nb::tuple(bounds);
 
   nb::class_<SharedBuffer>(m, "SharedBuffer", nb::type_slots(shared_slots), "Memory that same-host peers can map.")

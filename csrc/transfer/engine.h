@@ -49,7 +49,7 @@ struct EngineOptions {
   // Which transports may be used, in order of preference. Unknown names raise `unsupported`. "tcp" covers lanes over
   // Unix sockets too, named "unix" in transport_for() when they carry the bytes.
   std::vector<std::string> transports = {"local", "shm", "tcp"};
-  int lanes = 2;                   // TCP lanes a rail (a pair of NICs) of each peer
+  int lanes = 2;  // TCP lanes a rail (a pair of NICs) of each peer
   // Which NICs: globs of names ("eth*", "!docker*") and networks ("10.0.0.0/8"); empty: all but container bridges.
   std::vector<std::string> nics{};
   uint64_t slice_bytes = 1 << 20;  // 256 KiB .. 4 MiB
@@ -175,7 +175,7 @@ struct EngineStats {
   uint64_t ops_in_flight = 0;
   Outcomes reads, writes;
   std::vector<OpStats> latencies;
-  uint64_t resent_slices = 0, failovers = 0;  // slices sent again; lanes and rails taken out while their peer lives
+  uint64_t resent_slices = 0, failovers = 0;     // slices sent again; lanes and rails taken out while their peer lives
   uint64_t mover_queue = 0, callback_queue = 0;  // tasks that wait
   std::vector<LaneStats> lanes;
   std::map<std::string, uint64_t> bytes_sent, bytes_received;  // by transport; payload only

@@ -6,7 +6,8 @@
 
 namespace torch_mooncake::transfer {
 
-StreamEndpoint::StreamEndpoint(PeerImpl& peer) : peer_(peer), lanes_(peer, [this] { keeper_.watch(); }), keeper_(peer, lanes_) {}
+StreamEndpoint::StreamEndpoint(PeerImpl& peer)
+    : peer_(peer), lanes_(peer, [this] { keeper_.watch(); }), keeper_(peer, lanes_) {}
 
 void StreamEndpoint::attach(EngineImpl& engine) {
   auto forward = [](auto member) {

@@ -155,8 +155,8 @@ void LaneKeeper::dial(const rpc::Rail& rail) {
   }
   dialled_.notify_all();
   if (!session.alive()) return;
-  if (first_failure) log::warning("transfer", peer_.name() + ": the rail " + name_of(rail) + " is down: " +
-                                                  status.to_string());
+  if (first_failure)
+    log::warning("transfer", peer_.name() + ": the rail " + name_of(rail) + " is down: " + status.to_string());
   ensure(rail, std::max<int64_t>(pause_ms, 20));  // after a success: in case one has died again meanwhile
 }
 
@@ -255,9 +255,8 @@ bool LaneKeeper::stands_still(const Progress& lane, const rpc::LaneProgress& now
   if (lane.timed_out_ns != 0 && now_ns - lane.timed_out_ns >= std::max(kTickMs * 1'000'000, rtt_ns) &&
       others([](auto& other) { return other.timed_out_ns == 0; }))
     return true;
-  return now_ns - lane.moved_ns >= std::max(kStuckMs * 1'000'000, 4 * rtt_ns) && others([&](auto& other) {
-           return other.moved_ns - lane.moved_ns >= kMovedLaterMs * 1'000'000;
-         });
+  return now_ns - lane.moved_ns >= std::max(kStuckMs * 1'000'000, 4 * rtt_ns) &&
+         others([&](auto& other) { return other.moved_ns - lane.moved_ns >= kMovedLaterMs * 1'000'000; });
 }
 
 void LaneKeeper::tick() {

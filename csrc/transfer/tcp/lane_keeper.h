@@ -1,15 +1,15 @@
 // LaneKeeper: which lanes the session with one peer should have, the dialling of those that it lost, and the removal of
 // those that stand still.
 //
-// Every rail (rails.h) has the engine's number of lanes, each bound to its NIC. The side that connected dials; the other
-// side sees lanes appear, and uses what there is. A session that does not leave the host, or whose peer told no ends,
-// has one rail: the way it was dialled. A lane proves the session's key, so a peer that restarted on the same address
-// (another incarnation) never gets one.
+// Every rail (rails.h) has the engine's number of lanes, each bound to its NIC. The side that connected dials; the
+// other side sees lanes appear, and uses what there is. A session that does not leave the host, or whose peer told no
+// ends, has one rail: the way it was dialled. A lane proves the session's key, so a peer that restarted on the same
+// address (another incarnation) never gets one.
 //
 // A rail is taken out at once when its lanes break, when a NIC loses its link or address (each side tells the other),
-// or when its lanes stand still (nothing sent is acknowledged) while another rail moves. Its slices are sent again elsewhere (lane.h).
-// Meanwhile it is probed: at once, after 100, 200, then every 500 ms (10 s if it never worked), as long as the session
-// lives.
+// or when its lanes stand still (nothing sent is acknowledged) while another rail moves. Its slices are sent again
+// elsewhere (lane.h). Meanwhile it is probed: at once, after 100, 200, then every 500 ms (10 s if it never worked), as
+// long as the session lives.
 //
 // Threads: any. Dialling happens on the engine's repair threads; open() waits for it.
 #pragma once
@@ -57,8 +57,8 @@ class LaneKeeper {
   struct Progress {
     rpc::Rail rail;
     uint64_t acknowledged = 0;
-    int64_t moved_ns = 0;         // when it last did, or had nothing to do
-    int64_t timed_out_ns = 0;     // when the kernel was first seen to repeat in vain, 0: it does not
+    int64_t moved_ns = 0;      // when it last did, or had nothing to do
+    int64_t timed_out_ns = 0;  // when the kernel was first seen to repeat in vain, 0: it does not
   };
   void plan();
   size_t lanes_on(const rpc::Rail& rail) const;

@@ -19,7 +19,7 @@ PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-all test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -68,6 +68,9 @@ pytest: build ctest $(STAMPS)/serve
 
 test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_SIZE=2)
 	WORLD_SIZE=$(or $(WORLD_SIZE),2) OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider tests/distributed/torch_suite.py
+
+test-all: test  ## that, and: slow, namespaces, sanitizers, fuzzers, torch's suite at 2, 4, 8, soak, examples (hours)
+	$(PY) tests/everything.py
 
 test-gpu: export TM_CUDA = 1
 test-gpu: build  ## what needs a CUDA device (and nvcc)

@@ -68,7 +68,11 @@ def child() -> Iterator[Callable[..., Child]]:
         return children[-1]
 
     yield make
-    for c in children:
-        if c.process.poll() is None:
-            c.process.send_signal(signal.SIGCONT)
-        c.close()
+    try:
+        for c in children:
+            if c.process.poll() is None:
+                c.process.send_signal(signal.SIGCONT)
+            c.close()
+    finally:  # one that does not end leaves none of the others behind
+        for c in children:
+            c.process.kill()

@@ -135,7 +135,8 @@ ENDINGS = {
     "in flight, peer stopped": "os.kill(pid, signal.SIGSTOP); op = engine.write(region, remote, notify=b'n')",
     "in atexit": "import atexit; atexit.register(lambda: engine.write(region, remote, timeout=5))",
     "waiting in a daemon thread": (
-        "import contextlib, threading\ndef wait():\n    with contextlib.suppress(tm.Closed): engine.next_notification()\n"
+        "import contextlib, threading\ndef wait():\n"
+        "    with contextlib.suppress(tm.Closed): engine.next_notification()\n"
         "threading.Thread(target=wait, daemon=True).start(); time.sleep(0.1)"
     ),
     "forked": "p = os.fork()\nif p == 0: sys.exit(0)\nassert os.waitpid(p, 0)[1] == 0",

@@ -40,10 +40,10 @@ result = [engine.addresses[0], region.descriptor().hex()]
 
 
 def memory(way: str, nbytes: int) -> np.ndarray[Any, Any]:
-    """Memory of the kind that makes ``way`` carry the bytes."""
-    if WAYS[way][1]:
-        return np.frombuffer(_core.SharedBuffer(nbytes), np.uint8)
-    return np.zeros(nbytes, np.uint8)
+    """Zeros in memory of the kind that makes ``way`` carry the bytes; touched, so that it does not grow later."""
+    array = np.frombuffer(_core.SharedBuffer(nbytes), np.uint8) if WAYS[way][1] else np.empty(nbytes, np.uint8)
+    array.fill(0)
+    return array
 
 
 def random_bytes(nbytes: int, seed: int) -> np.ndarray[Any, Any]:

@@ -58,9 +58,9 @@ def failures(two: Two) -> dict[str, Callable[[], tm.Op]]:
             two.region, two.remote, local_offsets=[0, 0], remote_offsets=[0, far], nbytes=[64, 64]
         ),
         "deregistered here": lambda: read(gone, two.remote[:64]),
-        "no time": lambda: read(two.region, two.remote, timeout=0),
-        "little time": lambda: write(two.region, two.remote, timeout=0.0002),
-        "cancelled": lambda: _cancelled(read(two.region, two.remote)),
+        "no time": lambda: read(two.region[:MiB], two.remote[:MiB], timeout=0),
+        "little time": lambda: write(two.region[:MiB], two.remote[:MiB], timeout=0.0002),
+        "cancelled": lambda: _cancelled(read(two.region[:MiB], two.remote[:MiB])),
     }
 
 

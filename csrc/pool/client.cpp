@@ -203,7 +203,7 @@ Result<std::vector<bool>> ClientImpl::exists(std::span<const std::string> keys, 
   return out;
 }
 
-Result<bool> ClientImpl::remove(std::string_view key, Deadline deadline) {
+Result<bool> ClientImpl::remove(std::string_view key, Deadline deadline, std::optional<Version> only) {
   TM_TRY(usable());
   bool asked = false;  // an earlier attempt may have removed it
   auto answer = with_retries(deadline, [&]() -> Result<RemoveAnswer> {
@@ -214,11 +214,17 @@ Result<bool> ClientImpl::remove(std::string_view key, Deadline deadline) {
     call.shard = shard_of(hash_key(key, now.seed));
     call.key = key;
     call.timeout_ms = timeout_ms(deadline);
+    call.only = only;
     auto removed = node->call<RemoveAnswer>(kRemove, call, deadline);
+    if (only && asked && removed.is_ok() && !removed->removed)  // by that attempt, or by somebody else
+      return {Code::internal, ""};
     if (removed.is_ok()) removed->removed = removed->removed || asked;
-    asked = asked || removed.status().code() == Code::peer_lost;
+    asked = asked || leaves_open(removed.status().code());
     return removed;
   });
+  if (!answer.is_ok() && asked && only)
+    return {answer.status().code() == Code::internal ? Code::peer_lost : answer.status().code(),
+            "outcome unknown: the removal of key '" + std::string(key) + "' took effect or did not"};
   if (!answer.is_ok()) return answer.status();
   return answer->removed;
 }
@@ -285,24 +291,9 @@ Result<PoolStats> ClientImpl::stat(Deadline deadline) {
       stats.client_maps += node->maps();
       stats.client_mapped_bytes += node->mapped_bytes();
     }
+    stats.client_read_bytes = read_bytes_;
     return stats;
   });
-}
-
-std::vector<iovec> take_front(std::vector<iovec>& v, uint64_t nbytes) {
-  std::vector<iovec> front;
-  size_t used = 0;
-  for (; used < v.size() && nbytes > 0; ++used) {
-    const uint64_t n = std::min<uint64_t>(nbytes, v[used].iov_len);
-    front.push_back({v[used].iov_base, n});
-    nbytes -= n;
-    if (n == v[used].iov_len) continue;
-    v[used].iov_base = static_cast<std::byte*>(v[used].iov_base) + n;
-    v[used].iov_len -= n;
-    break;
-  }
-  v.erase(v.begin(), v.begin() + static_cast<ptrdiff_t>(used));
-  return front;
 }
 
 uint64_t total_bytes(std::span<const iovec> v) {

@@ -38,8 +38,10 @@ struct PutOptions {
   uint32_t replicas = 1;  // on different hosts; not to be met: pool_full / unsupported, unless lenient
   bool replicas_lenient = false;
   std::string label;             // version=
-  uint32_t part = 0, parts = 1;  // several writers of one object: same label, parts gather, visible at n of n
+  uint32_t part = 0, parts = 1;  // several writers of one object: same group, parts gather, visible at n of n
+  std::string group;             // empty: the label
   bool checksum = false;
+  uint64_t ttl_ms = 0;  // it is missing so long after it became visible; 0: never
 };
 struct PutOutcome {
   Version version;
@@ -61,6 +63,13 @@ class TM_API Object {
 };
 using ObjectPtr = std::shared_ptr<Object>;
 
+// Bytes [offset, offset + nbytes) of an object, and where they go.
+struct ReadRange {
+  uint64_t offset = 0;
+  std::byte* to = nullptr;
+  uint64_t nbytes = 0;
+};
+
 struct MappedObject {
   std::shared_ptr<std::byte> data;  // contiguous; pins and maps live as long as this pointer
   uint64_t nbytes = 0;
@@ -77,6 +86,7 @@ struct PoolStats {
   uint64_t view = 0, keys = 0;
   std::vector<Node> nodes;
   uint64_t client_maps = 0, client_mapped_bytes = 0;
+  uint64_t client_read_bytes = 0;  // that this client has copied out of the pool
 };
 
 class TM_API Client {
@@ -93,12 +103,18 @@ class TM_API Client {
   // busy-free retry is the caller's (get_into does it), code corrupt is never returned for that; it is key_not_found
   // with "superseded" when this version is gone.
   virtual Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) = 0;
+  // The same for any number of ranges of the object, in any order, all of which lie in `memory`: no other byte of the
+  // object is read, and no other byte of the memory is written.
+  virtual Status read_ranges(const ObjectPtr& object, std::span<const ReadRange> ranges, iovec memory,
+                             Deadline deadline) = 0;
   // The object as memory. read_only: over the persistent shared map (a write to it crashes the caller); otherwise a
   // private copy-on-write map or, for small or remote objects, a copy.
   virtual Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) = 0;
 
   virtual Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) = 0;
-  virtual Result<bool> remove(std::string_view key, Deadline deadline) = 0;  // false: was not there
+  // False: was not there. With `only`, that version and no other: of all who ask for it at most one is told true; if
+  // the answer is lost, the error's message begins with "outcome unknown".
+  virtual Result<bool> remove(std::string_view key, Deadline deadline, std::optional<Version> only = {}) = 0;
   virtual Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) = 0;
   virtual Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
   virtual Result<PoolStats> stat(Deadline deadline) = 0;

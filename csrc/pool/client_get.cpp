@@ -161,6 +161,8 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
     info.key = keys[i];
     info.kind = e.kind;
     info.version = e.version;
+    info.left_ms = e.left_ms;
+    info.parts.resize(e.parts);
     object->parts_.resize(e.parts);
     object->local_ = true;
     std::vector<bool> described(e.parts), here(e.parts);
@@ -171,10 +173,8 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
       if (!described[place.part]) {
         part.nbytes = d.nbytes;
         part.crc32c = d.crc32c;
-        if (place.part == 0) {
-          info.meta = std::move(d.meta);
-          info.label = std::move(d.label);
-        }
+        info.parts[place.part].meta = std::move(d.meta);
+        if (place.part == 0) info.label = std::move(d.label);
       }
       described[place.part] = true;
       const bool is_here = mapped[place.at.node];
@@ -188,10 +188,12 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
       continue;
     }
     for (size_t p = 0; p < object->parts_.size(); ++p) {
-      object->parts_[p].offset = info.nbytes;
+      object->parts_[p].offset = info.parts[p].offset = info.nbytes;
+      info.parts[p].nbytes = object->parts_[p].nbytes;
       info.nbytes += object->parts_[p].nbytes;
       object->local_ = object->local_ && here[p];
     }
+    info.meta = info.parts[0].meta;
     info.replicas = object->parts_[0].replicas;
     info.has_crc = e.parts == 1 && object->parts_[0].crc32c.has_value();
     info.crc32c = info.has_crc ? *object->parts_[0].crc32c : 0;
@@ -219,39 +221,75 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
 Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
   TM_TRY(usable());
   const auto& o = static_cast<const ObjectImpl&>(*object);
-  const uint64_t nbytes = total_bytes(out);
-  if (offset > o.info_.nbytes || nbytes > o.info_.nbytes - offset)
-    return {Code::out_of_bounds, "bytes " + std::to_string(offset) + " to " + std::to_string(offset + nbytes) +
-                                     " of an object of " + std::to_string(o.info_.nbytes)};
-  std::vector<iovec> left(out.begin(), out.end());
-  for (const ObjectPart& part : o.parts_) {
-    if (offset >= part.offset + part.nbytes) continue;
-    const uint64_t from = offset - part.offset;
-    const auto piece = take_front(left, part.nbytes - from);
-    const uint64_t n = total_bytes(piece);
-    if (n == 0) break;
-    TM_TRY(read_part(part, from, piece, deadline));
-    if (part.crc32c && n == part.nbytes) {
-      uint32_t crc = 0;
-      for (const iovec& v : piece) crc = crc32c(v.iov_base, v.iov_len, crc);
-      if (crc != *part.crc32c) return {Code::corrupt, "checksum of key '" + o.info_.key + "' does not match"};
-    }
-    offset += n;
+  std::vector<ReadRange> ranges;
+  for (const iovec& v : out) {
+    ranges.push_back({offset, static_cast<std::byte*>(v.iov_base), v.iov_len});
+    offset += v.iov_len;
+  }
+  TM_ASSIGN(const auto by_part, split(o, ranges));
+  for (size_t i = 0; i < by_part.size(); ++i) {
+    if (by_part[i].empty()) continue;
+    std::vector<iovec> memory;
+    for (const ReadRange& r : by_part[i]) memory.push_back({r.to, r.nbytes});
+    const ObjectPart& part = o.parts_[i];
+    TM_TRY(read_part(part, by_part[i], memory, deadline));
+    if (!part.crc32c || total_bytes(memory) != part.nbytes) continue;
+    uint32_t crc = 0;
+    for (const iovec& v : memory) crc = crc32c(v.iov_base, v.iov_len, crc);
+    if (crc != *part.crc32c) return {Code::corrupt, "checksum of key '" + o.info_.key + "' does not match"};
   }
   return {};
 }
 
+Status ClientImpl::read_ranges(const ObjectPtr& object, std::span<const ReadRange> ranges, iovec memory,
+                               Deadline deadline) {
+  TM_TRY(usable());
+  const auto* base = static_cast<std::byte*>(memory.iov_base);
+  for (const ReadRange& r : ranges)
+    if (r.to < base || r.nbytes > memory.iov_len || static_cast<uint64_t>(r.to - base) > memory.iov_len - r.nbytes)
+      return {Code::invalid_argument, "a range to be read leaves the memory that was given for it"};
+  const auto& o = static_cast<const ObjectImpl&>(*object);
+  TM_ASSIGN(const auto by_part, split(o, ranges));
+  for (size_t i = 0; i < by_part.size(); ++i)
+    if (!by_part[i].empty()) TM_TRY(read_part(o.parts_[i], by_part[i], std::span(&memory, 1), deadline));
+  return {};
+}
+
+// The ranges of each part, with offsets in that part.
+Result<std::vector<std::vector<ReadRange>>> ClientImpl::split(const ObjectImpl& object,
+                                                              std::span<const ReadRange> ranges) {
+  std::vector<std::vector<ReadRange>> by_part(object.parts_.size());
+  for (ReadRange r : ranges) {
+    if (r.offset > object.info_.nbytes || r.nbytes > object.info_.nbytes - r.offset)
+      return {Code::out_of_bounds, "bytes " + std::to_string(r.offset) + " to " + std::to_string(r.offset + r.nbytes) +
+                                       " of an object of " + std::to_string(object.info_.nbytes)};
+    auto part = std::upper_bound(object.parts_.begin(), object.parts_.end(), r.offset,
+                                 [](uint64_t at, const ObjectPart& p) { return at < p.offset + p.nbytes; });
+    while (r.nbytes > 0) {
+      const uint64_t from = r.offset - part->offset, n = std::min(r.nbytes, part->nbytes - from);
+      if (n > 0) by_part[static_cast<size_t>(part - object.parts_.begin())].push_back({from, r.to, n});
+      r = {r.offset + n, r.to + n, r.nbytes - n};
+      ++part;
+    }
+  }
+  return by_part;
+}
+
 // From the first replica that answers. A node that is starting again is waited for; one that has left the pool took
 // its replicas along.
-Status ClientImpl::read_part(const ObjectPart& part, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
+Status ClientImpl::read_part(const ObjectPart& part, std::span<const ReadRange> ranges, std::span<const iovec> memory,
+                             Deadline deadline) {
   const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
   for (int64_t pause_ms = 2;; pause_ms = std::min<int64_t>(pause_ms * 2, 100)) {
     Status silent;
     for (const Replica& replica : part.replicas) {
       auto node = link(replica.node, deadline);
       const Status s =
-          node.is_ok() ? (*node)->read(replica.extent, replica.pieces, offset, out, deadline) : node.status();
-      if (s.is_ok()) return s;
+          node.is_ok() ? (*node)->read(replica.extent, replica.pieces, ranges, memory, deadline) : node.status();
+      if (s.is_ok()) {
+        for (const ReadRange& r : ranges) read_bytes_ += r.nbytes;
+        return s;
+      }
       if (s.code() != Code::key_not_found && !passing(s)) return s;
       if (passing(s)) silent = s;
     }

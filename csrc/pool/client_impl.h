@@ -42,9 +42,11 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
                          const PutOptions& options, Deadline deadline) override;
   Result<ObjectPtr> locate(std::string_view key, const GetOptions& options, Deadline deadline) override;
   Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) override;
+  Status read_ranges(const ObjectPtr& object, std::span<const ReadRange> ranges, iovec memory,
+                     Deadline deadline) override;
   Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) override;
   Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) override;
-  Result<bool> remove(std::string_view key, Deadline deadline) override;
+  Result<bool> remove(std::string_view key, Deadline deadline, std::optional<Version> only) override;
   Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) override;
   Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) override;
   Result<PoolStats> stat(Deadline deadline) override;
@@ -86,7 +88,9 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   std::vector<Result<ObjectPtr>> build(std::span<const std::string> keys, std::vector<LookupEntry> entries,
                                        Deadline deadline);
   Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline);
-  Status read_part(const ObjectPart& part, uint64_t offset, std::span<const iovec> out, Deadline deadline);
+  static Result<std::vector<std::vector<ReadRange>>> split(const ObjectImpl& object, std::span<const ReadRange> ranges);
+  Status read_part(const ObjectPart& part, std::span<const ReadRange> ranges, std::span<const iovec> memory,
+                   Deadline deadline);
   Status check_crc(const ObjectImpl& object, const std::byte* data) const;
   Result<std::optional<MappedObject>> map_local(const ObjectImpl& object, bool read_only);
 
@@ -101,11 +105,15 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   View view_;
   std::mutex connect_mutex_;  // one connects, the others wait for it
   std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> read_bytes_{0};
 };
 
-// Splits `v` at `nbytes`: what comes before.
-std::vector<iovec> take_front(std::vector<iovec>& v, uint64_t nbytes);
 uint64_t total_bytes(std::span<const iovec> v);
+
+// After these answers to a commit or a removal, it may have happened.
+inline bool leaves_open(Code code) {
+  return code == Code::peer_lost || code == Code::deadline_exceeded || code == Code::closed || code == Code::cancelled;
+}
 
 template <typename Fn>
 auto ClientImpl::with_retries(Deadline deadline, Fn attempt) -> decltype(attempt()) {

@@ -109,26 +109,20 @@ bool Link::in_bounds(const std::vector<Piece>& pieces) const {
   });
 }
 
-Result<std::vector<Link::Run>> Link::runs(const std::vector<Piece>& pieces, uint64_t offset,
-                                          std::span<const iovec> memory) const {
+Result<std::vector<Link::Run>> Link::runs(const std::vector<Piece>& pieces, std::span<const ReadRange> ranges) const {
   if (!in_bounds(pieces)) return {Code::corrupt, "a node names memory outside its segments"};
+  std::vector<uint64_t> ends;  // of the pieces, in the extent
+  for (const Piece& p : pieces) ends.push_back((ends.empty() ? 0 : ends.back()) + p.nbytes);
   std::vector<Run> out;
-  size_t piece = 0;
-  while (piece < pieces.size() && offset >= pieces[piece].nbytes) offset -= pieces[piece++].nbytes;
-  for (const iovec& v : memory) {
-    auto* at = static_cast<std::byte*>(v.iov_base);
-    for (uint64_t left = v.iov_len; left > 0;) {
-      if (piece == pieces.size()) return {Code::out_of_bounds, "beyond the end of the object"};
-      const Piece& p = pieces[piece];
-      const uint64_t n = std::min(left, p.nbytes - offset);
-      out.push_back({p.segment, p.offset + offset, at, n});
-      at += n;
-      left -= n;
-      offset += n;
-      if (offset == p.nbytes) {
-        ++piece;
-        offset = 0;
-      }
+  out.reserve(ranges.size());
+  for (ReadRange r : ranges) {
+    auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), r.offset) - ends.begin());
+    for (; r.nbytes > 0; ++i) {
+      if (i == pieces.size()) return {Code::out_of_bounds, "beyond the end of the object"};
+      const Piece& p = pieces[i];
+      const uint64_t from = r.offset - (ends[i] - p.nbytes), n = std::min(r.nbytes, p.nbytes - from);
+      if (n > 0) out.push_back({p.segment, p.offset + from, r.to, n});
+      r = {r.offset + n, r.to + n, r.nbytes - n};
     }
   }
   return out;
@@ -136,7 +130,12 @@ Result<std::vector<Link::Run>> Link::runs(const std::vector<Piece>& pieces, uint
 
 Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent) {
   *quiescent = true;  // a mapped copy is over when this returns
-  TM_ASSIGN(auto all, runs(pieces, 0, data));
+  std::vector<ReadRange> ranges;  // of the extent, one after the other
+  for (uint64_t at = 0; const iovec& v : data) {
+    ranges.push_back({at, static_cast<std::byte*>(v.iov_base), v.iov_len});
+    at += v.iov_len;
+  }
+  TM_ASSIGN(auto all, runs(pieces, ranges));
   if (!mapped()) {
     if (all.empty()) return {};
     *quiescent = false;
@@ -178,9 +177,9 @@ Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data
   return batch.empty() ? Status{} : flush();
 }
 
-Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, uint64_t offset, std::span<const iovec> out,
-                  Deadline deadline) {
-  TM_ASSIGN(auto all, runs(pieces, offset, out));
+Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, std::span<const ReadRange> ranges,
+                  std::span<const iovec> memory, Deadline deadline) {
+  TM_ASSIGN(auto all, runs(pieces, ranges));
   if (mapped()) {
     auto slot = pins_->pin(extent);
     // Without a pin the bytes may change while they are copied; the word tells afterwards.
@@ -198,7 +197,7 @@ Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, uint64_t o
   std::vector<RegionPtr> registered;
   Status s;
   if (!all.empty()) {
-    auto op = start(false, all, out, deadline, &registered);
+    auto op = start(false, all, memory, deadline, &registered);
     s = op.is_ok() ? (*op)->wait() : op.status();
   }
   if (s.is_ok()) {  // the payload first, then its word

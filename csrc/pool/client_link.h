@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "pool/client.h"
 #include "pool/messages.h"
 #include "pool/pin_slots.h"
 #include "transfer/engine.h"
@@ -50,9 +51,10 @@ class Link : public std::enable_shared_from_this<Link> {
   // Copies between user memory and an extent's pieces. Mapped: by this thread and the copy pool. Remote: one engine op;
   // `quiescent` tells whether no byte of it can land remotely any more.
   Status write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent);
-  // Bytes [offset, offset + sum(out)) of the extent; validated after the data: key_not_found if superseded.
-  Status read(ExtentRef extent, const std::vector<Piece>& pieces, uint64_t offset, std::span<const iovec> out,
-              Deadline deadline);
+  // These ranges of the extent, validated after the data: key_not_found if superseded. They lie in `memory`, and come
+  // in its order if it is more than one piece.
+  Status read(ExtentRef extent, const std::vector<Piece>& pieces, std::span<const ReadRange> ranges,
+              std::span<const iovec> memory, Deadline deadline);
 
   // Mapped only.
   PinPage& pins() { return *pins_; }
@@ -76,7 +78,7 @@ class Link : public std::enable_shared_from_this<Link> {
   Status adopt(std::vector<UniqueFd> fds);
   Status open_regions(Deadline deadline);
   bool in_bounds(const std::vector<Piece>& pieces) const;
-  Result<std::vector<Run>> runs(const std::vector<Piece>& pieces, uint64_t offset, std::span<const iovec> memory) const;
+  Result<std::vector<Run>> runs(const std::vector<Piece>& pieces, std::span<const ReadRange> ranges) const;
   Result<OpPtr> start(bool write, const std::vector<Run>& runs, std::span<const iovec> memory, Deadline deadline,
                       std::vector<RegionPtr>* registered);
 

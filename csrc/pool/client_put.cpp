@@ -13,11 +13,6 @@ Status unknown_outcome(const Status& s) {
   return {s.code(), "outcome unknown: the put took effect wholly or not at all (" + s.message() + ")"};
 }
 
-// After these the commit may have happened.
-bool leaves_open(Code code) {
-  return code == Code::peer_lost || code == Code::deadline_exceeded || code == Code::closed || code == Code::cancelled;
-}
-
 uint32_t checksum(std::span<const iovec> data) {
   uint32_t crc = 0;
   for (const iovec& v : data) crc = crc32c(v.iov_base, v.iov_len, crc);
@@ -34,10 +29,11 @@ Result<PutOutcome> ClientImpl::put(std::string_view key, std::string_view meta, 
             "a key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes, not " + std::to_string(key.size())};
   if (meta.size() > kMaxMetaBytes)
     return {Code::invalid_argument, "metadata has at most " + std::to_string(kMaxMetaBytes) + " bytes"};
-  if (options.label.size() > kMaxLabelBytes)
-    return {Code::invalid_argument, "a version label has at most " + std::to_string(kMaxLabelBytes) + " bytes"};
+  if (options.label.size() > kMaxLabelBytes || options.group.size() > kMaxLabelBytes)
+    return {Code::invalid_argument, "a version label or group has at most " + std::to_string(kMaxLabelBytes) + " bytes"};
   if (options.parts == 0 || options.parts > kMaxParts || options.part >= options.parts)
     return {Code::invalid_argument, "part " + std::to_string(options.part) + " of " + std::to_string(options.parts)};
+  if (options.ttl_ms > kMaxTtlMs) return {Code::invalid_argument, "a time to live is at most ten years"};
   if (options.replicas == 0) return {Code::invalid_argument, "an object has one replica at least"};
   bool asked = false;  // the home was asked to commit: whatever happens then is not repeated
   Status last;
@@ -83,6 +79,7 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
     call.meta = meta;
     call.label = options.label;
     call.checksum = options.checksum;
+    call.ttl_ms = options.ttl_ms;
     for (const iovec& v : data) call.data.append(static_cast<const char*>(v.iov_base), v.iov_len);
     *asked = true;
     auto answer = home_link->call<CommitAnswer>(kPutInline, call, deadline);
@@ -97,7 +94,7 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   TM_ASSIGN(auto there, already_there(key, options, deadline));
   if (there) return *there;
   if (options.parts > 1) {
-    BeginCall begin{h, options.label};
+    BeginCall begin{h, options.group.empty() ? options.label : options.group};
     TM_ASSIGN(BeginAnswer begun, home_link->call<BeginAnswer>(kBegin, begin, deadline));
     h.txn = begun.txn;
   }
@@ -122,6 +119,7 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   call.if_exists = options.if_exists;
   for (const Reserved& r : reserved) call.replicas.push_back({r.link->node(), r.place.extent});
   if (options.checksum) call.crc32c = checksum(data);
+  call.ttl_ms = options.ttl_ms;
   *asked = true;
   auto answer = home_link->call<CommitAnswer>(kCommit, call, deadline);
   if (!answer.is_ok() || !answer->stored) let_go(reserved);  // no effect on what was committed meanwhile

@@ -21,6 +21,10 @@ Status wrong_state(const char* verb, uint32_t index, ExtentState state) {
                                       kNames[static_cast<uint32_t>(state)]};
 }
 
+int64_t expires_ns(const ExtentEntry& e) {
+  return e.ttl_ms ? e.committed_ns + static_cast<int64_t>(e.ttl_ms) * 1'000'000 : INT64_MAX;
+}
+
 Status check_request(const ReserveRequest& r) {
   if (r.key.empty() || r.key.size() > kMaxKeyBytes)
     return {Code::invalid_argument,
@@ -164,7 +168,8 @@ void DonorImpl::close_prepared(uint32_t index) {
   if (txn->second.empty()) open_.erase(txn);
 }
 
-Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c) {
+Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms,
+                         int64_t now_ns) {
   TM_ASSIGN(const uint32_t index, find(extent));
   ExtentEntry& e = table_->at(index);
   const ExtentState state = table_->state(index);
@@ -177,6 +182,8 @@ Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32
   e.version_counter = version.counter;
   e.crc32c = crc32c.value_or(0);
   e.has_crc = crc32c.has_value();
+  e.ttl_ms = ttl_ms;
+  e.committed_ns = ttl_ms ? now_ns : 0;
   TM_TRY(failpoint("donor.commit.fields"));
   close_prepared(index);
   enter_eviction(index);
@@ -261,7 +268,9 @@ Announcement DonorImpl::announcement(uint32_t index) const {
           {index, e.content_generation},
           std::move(r.placement.pieces),
           e.crc32c,
-          e.has_crc != 0};
+          e.has_crc != 0,
+          e.ttl_ms,
+          e.committed_ns};
 }
 
 Result<Announcement> DonorImpl::describe(ExtentRef extent) const {
@@ -286,11 +295,12 @@ std::vector<Announcement> DonorImpl::announce_prepared() const {
   return out;
 }
 
-std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit) const {
+std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit, int64_t now_ns) const {
   std::set<std::string> found;
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
     if (state != ExtentState::committed && state != ExtentState::final) continue;
+    if (const ExtentEntry& e = table_->at(i); expires_ns(e) <= now_ns) continue;
     const std::string_view key = table_->record(i).key;
     if (!key.starts_with(prefix)) continue;
     found.emplace(key);

@@ -54,7 +54,9 @@ struct alignas(128) ExtentEntry {
   uint64_t last_use;            // eviction: in bytes touched
   uint32_t uses;
   uint32_t crc32c, has_crc;
-  uint32_t reserved[5];
+  uint32_t reserved;
+  uint64_t ttl_ms;       // 0: never expires
+  int64_t committed_ns;  // by the donor's steady clock, if it expires
 };
 static_assert(sizeof(ExtentEntry) == 128);
 
@@ -96,6 +98,8 @@ struct Announcement {  // what a donor tells a (new) home about one extent
   std::vector<Piece> pieces;
   uint32_t crc32c;
   bool has_crc;
+  uint64_t ttl_ms = 0;
+  int64_t committed_ns = 0;
 };
 struct DonorStats {
   uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
@@ -121,8 +125,9 @@ class TM_API Donor {
   // All bytes at once or pool_full (message has asked, free, limit, pinned). Evicts exactly as many bytes as needed,
   // least valuable first; `evicted` reports them so that the home forgets them.
   virtual Result<Reservation> reserve(const ReserveRequest& request) = 0;
-  virtual Status commit(ExtentRef extent, Version version,
-                        std::optional<uint32_t> crc32c) = 0;  // prepared -> committed
+  // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair.
+  virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms = 0,
+                        int64_t now_ns = 0) = 0;
   virtual Status finalize(ExtentRef extent) = 0;              // committed -> final
   virtual Status supersede(ExtentRef extent) = 0;             // changes the generation word; then free() may follow
   virtual Status free(ExtentRef extent) = 0;                  // limbo while pinned or while the writer may still write
@@ -134,7 +139,8 @@ class TM_API Donor {
   virtual Result<Announcement> describe(ExtentRef extent) const = 0;  // stale generation: key_not_found
   virtual std::vector<Announcement> announce() const = 0;             // COMMITTED and FINAL, not superseded
   virtual std::vector<Announcement> announce_prepared() const = 0;    // what a rebuild may have to complete
-  virtual std::vector<std::string> keys(std::string_view prefix, size_t limit) const = 0;
+  // Without what has expired by `now_ns`.
+  virtual std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns = 0) const = 0;
 
   // The writer will write no more into this extent of its own: a fenced one can be reused, a PREPARED one is dropped.
   // (After drop_txn or a timeout the extent is `fenced`, in limbo, until this or the end of the writer's session.)

@@ -24,7 +24,8 @@ class DonorImpl final : public Donor {
   void on_held_changed(std::function<void(const HeldSegment&, bool)> fn) override { held_changed_ = std::move(fn); }
 
   Result<Reservation> reserve(const ReserveRequest& request) override;
-  Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c) override;
+  Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms,
+                int64_t now_ns) override;
   Status finalize(ExtentRef extent) override;
   Status supersede(ExtentRef extent) override;
   Status free(ExtentRef extent) override;
@@ -36,7 +37,7 @@ class DonorImpl final : public Donor {
   Result<Announcement> describe(ExtentRef extent) const override;
   std::vector<Announcement> announce() const override;
   std::vector<Announcement> announce_prepared() const override;
-  std::vector<std::string> keys(std::string_view prefix, size_t limit) const override;
+  std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns) const override;
 
   Status give_back(ExtentRef extent, SessionId session) override;
   Result<std::shared_ptr<Segment>> open_slots(SessionId session) override;

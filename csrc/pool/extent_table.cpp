@@ -176,6 +176,8 @@ Result<uint64_t> ExtentTable::publish(uint32_t index, uint64_t nbytes, SessionId
   e.last_use = 0;
   e.uses = 0;
   e.crc32c = e.has_crc = 0;
+  e.ttl_ms = 0;
+  e.committed_ns = 0;
   TM_TRY(failpoint("donor.publish.fields"));
   const uint64_t generation = next_generation();
   e.content_generation = generation;

@@ -1,8 +1,11 @@
 #include "pool/home.h"
 
-#include <algorithm>
-
 namespace torch_mooncake::pool {
+namespace {
+
+constexpr int64_t kMs = 1'000'000;
+
+}  // namespace
 
 void Home::set_view(uint64_t view) { view_ = std::max(view_, view); }
 
@@ -38,14 +41,15 @@ Found Home::find(std::string_view key) const {
     return it == candidates_.end() ? Found::not_yet() : served_early(it->second);
   }
   if (const auto busy = busy_.find(h); busy != busy_.end()) {
-    const bool flipping = busy->second.phase == Phase::superseding;
-    const bool repairing = busy->second.phase != Phase::idle && busy->second.op.what == Op::What::repair;
+    const Op::What what = busy->second.op.what;
+    const bool flipping = busy->second.phase == Phase::superseding && what != Op::What::expire;
+    const bool repairing = busy->second.phase != Phase::idle && what == Op::What::repair;
     if (flipping || repairing) return Found::not_yet();
   }
   const auto it = entries_.find(h);
-  if (it == entries_.end()) return {};
+  if (it == entries_.end() || expired(it->second)) return {};
   const Entry& e = it->second;
-  Found found{Found::State::found, e.kind, e.version, e.parts, {}};
+  Found found{Found::State::found, e.kind, e.version, e.parts, e.expires_ns, {}};
   found.places.reserve(e.spots.size());
   for (const Spot& spot : e.spots) found.places.push_back({spot.part, {donors_[spot.donor].id, spot.extent}});
   return found;
@@ -143,6 +147,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     op.txn = call.head.txn;
     op.spots = std::move(spots);
     op.deadline_ns = deadline_ns;
+    op.ttl_ms = call.ttl_ms;
     return enqueue(h, std::move(op));
   }
   const auto it = groups_.find(call.head.txn);
@@ -157,7 +162,9 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     group.op.if_exists = call.if_exists;
     group.op.txn = call.head.txn;
     group.op.parts = group.parts;
-  } else if (group.op.kind != call.head.kind || group.op.if_exists != call.if_exists) {
+    group.op.ttl_ms = call.ttl_ms;
+  } else if (group.op.kind != call.head.kind || group.op.if_exists != call.if_exists ||
+             group.op.ttl_ms != call.ttl_ms) {
     return refuse({Code::invalid_argument, "writers of one object differ in their options"});
   }
   group.have.insert(call.head.part);
@@ -170,10 +177,11 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
   enqueue(h, std::move(op));
 }
 
-void Home::remove(RequestId request, std::string_view key, int64_t deadline_ns) {
+void Home::remove(RequestId request, std::string_view key, int64_t deadline_ns, std::optional<Version> only) {
   Op op;
   op.what = Op::What::remove;
   op.requests = {request};
+  op.only = only;
   op.deadline_ns = deadline_ns;
   enqueue(hash(key), std::move(op));
 }
@@ -202,9 +210,15 @@ void Home::advance(const KeyHash& hash) {
 
 void Home::start(const KeyHash& hash, Busy& busy, Op op) {
   const auto existing = entries_.find(hash);
-  const bool exists = existing != entries_.end();
+  const bool there = existing != entries_.end();
+  if (op.what == Op::What::expire) {
+    if (!there || existing->second.version != op.only) return;  // replaced or lost meanwhile
+    busy.op = std::move(op);
+    return start_superseding(hash, busy);
+  }
+  const bool exists = there && !expired(existing->second);
   if (op.what == Op::What::remove) {
-    if (!exists) {
+    if (!exists || (op.only && existing->second.version != *op.only)) {
       actions_.emplace_back(RemoveDone{op.requests[0], false});
       return;
     }
@@ -240,6 +254,9 @@ void Home::start_marking(const KeyHash& hash, Busy& busy) {
     mark.version = busy.op.version;
     mark.crc32c = spot.crc32c;
     mark.txn = busy.op.txn;
+    mark.ttl_ms = busy.op.ttl_ms;
+    if (busy.op.expires_ns != INT64_MAX)  // completed in a rebuild: what is left of it
+      mark.ttl_ms = static_cast<uint64_t>(std::max<int64_t>(1, (busy.op.expires_ns - now_ns_) / kMs));
     send(hash, spot.donor, mark, true);
     ++busy.outstanding;
   }
@@ -289,12 +306,13 @@ void Home::step_over(const KeyHash& hash, Busy& busy) {
 
 void Home::flip(const KeyHash& hash, Busy& busy) {
   Op& op = busy.op;
-  if (op.what == Op::What::remove) {
-    entries_.erase(hash);
-    actions_.emplace_back(RemoveDone{op.requests[0], true});
+  if (op.what == Op::What::remove || op.what == Op::What::expire) {
+    erase_entry(hash);
+    for (RequestId request : op.requests) actions_.emplace_back(RemoveDone{request, true});
     return;
   }
-  Entry entry{op.version, op.kind, op.parts, {}};
+  Entry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
+  if (op.ttl_ms != 0) entry.expires_ns = now_ns_ + static_cast<int64_t>(op.ttl_ms) * kMs;
   for (const NewSpot& spot : op.spots)
     if (spot.state == NewSpot::State::committed && !gone(spot.donor)) entry.spots.push_back(spot);
   const bool is_whole = whole(entry.spots, entry.parts);
@@ -302,9 +320,9 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     send(hash, spot.donor, make_mark(is_whole ? Mark::What::finalize : Mark::What::supersede, hash, spot.extent),
          false);
   if (is_whole) {
-    entries_[hash] = std::move(entry);
+    set_entry(hash, std::move(entry));
   } else {
-    entries_.erase(hash);  // evicted already, or lost with its donor
+    erase_entry(hash);  // evicted already, or lost with its donor
   }
   answer(op, is_whole ? Status{} : busy.failure, true, op.version);
 }
@@ -321,7 +339,7 @@ void Home::answer(const Op& op, const Status& failure, bool stored, Version vers
 
 void Home::fail_op(const KeyHash& hash, const Op& op, const Status& why) {
   if (op.what == Op::What::remove) {
-    actions_.emplace_back(RemoveDone{op.requests[0], why});
+    for (RequestId request : op.requests) actions_.emplace_back(RemoveDone{request, why});
     return;
   }
   drop(hash, op);
@@ -413,7 +431,33 @@ void Home::lost(const KeyHash& hash) {
   const auto it = entries_.find(hash);
   for (const Spot& spot : it->second.spots)
     if (!gone(spot.donor)) send(hash, spot.donor, make_mark(Mark::What::supersede, hash, spot.extent), false);
+  erase_entry(hash);
+}
+
+// --- entries ---
+
+void Home::set_entry(const KeyHash& hash, Entry entry) {
+  erase_entry(hash);
+  if (entry.expires_ns != INT64_MAX) expiries_.emplace(entry.expires_ns, hash);
+  entries_[hash] = std::move(entry);
+}
+
+void Home::erase_entry(const KeyHash& hash) {
+  const auto it = entries_.find(hash);
+  if (it == entries_.end()) return;
+  if (it->second.expires_ns != INT64_MAX) expiries_.erase({it->second.expires_ns, hash});
   entries_.erase(it);
+}
+
+void Home::expire() {
+  while (!expiries_.empty() && expiries_.begin()->first <= now_ns_) {
+    const KeyHash hash = expiries_.begin()->second;
+    expiries_.erase(expiries_.begin());  // its operation takes it from here
+    Op op;
+    op.what = Op::What::expire;
+    op.only = entries_.at(hash).version;
+    enqueue(hash, std::move(op));
+  }
 }
 
 void Home::expel(const NodeId& node) {
@@ -461,6 +505,8 @@ void Home::forget_donor(uint32_t donor) {
 // --- time ---
 
 void Home::tick(int64_t now_ns) {
+  at(now_ns);
+  expire();
   const Status why(Code::deadline_exceeded, "the commit had not begun: nothing was stored");
   std::vector<KeyHash> touched;
   for (auto& [hash, busy] : busy_) {
@@ -490,6 +536,11 @@ void Home::tick(int64_t now_ns) {
 }
 
 Status Home::check() const {
+  for (const auto& [expires_ns, hash] : expiries_) {
+    const auto it = entries_.find(hash);
+    if (it == entries_.end() || it->second.expires_ns != expires_ns)
+      return {Code::corrupt, "something that is not there is to expire"};
+  }
   for (const auto& [hash, entry] : entries_) {
     if (!whole(entry.spots, entry.parts)) return {Code::corrupt, "an entry lacks a part"};
     for (const Spot& spot : entry.spots)

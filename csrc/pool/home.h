@@ -14,10 +14,15 @@
 // Removal is 3-5; a fresh key skips 3. One operation at a time per key, the others queue in order. A donor silent in
 // any step blocks that key until it answers or is expelled; it is asked again when it announces anew.
 //
+// Time: the home has no clock; at() says what time it is for the calls that follow. An object with a time to live is
+// missing from that instant on, and its extents are superseded at the next tick. Its donors count from their own
+// mark, which is earlier, so that a rebuilt home never serves what an earlier one has called expired.
+//
 // An operation whose deadline passes before its step 2 did nothing and never will; after that it is carried through
 // whether or not its writer still waits.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <optional>
@@ -60,6 +65,7 @@ struct Found {
   Kind kind = Kind::named;
   Version version;
   uint32_t parts = 1;
+  int64_t expires_ns = INT64_MAX;                       // by the home's clock
   std::vector<std::pair<uint32_t, ReplicaRef>> places;  // (part, where)
   static Found not_yet() {
     Found f;
@@ -72,6 +78,9 @@ class TM_API Home {
  public:
   // `view` must be above all views of the same lineage before.
   Home(uint64_t view, uint64_t seed) : view_(view), seed_(seed) {}
+
+  // By a steady clock; never goes back.
+  void at(int64_t now_ns) { now_ns_ = std::max(now_ns_, now_ns); }
 
   uint64_t view() const { return view_; }
   void set_view(uint64_t view);
@@ -92,7 +101,8 @@ class TM_API Home {
   Result<TxnId> begin(std::string_view key, std::string_view label, uint32_t parts, int64_t deadline_ns,
                       const TxnId& fresh);
   void commit(RequestId request, const CommitCall& call, int64_t deadline_ns);
-  void remove(RequestId request, std::string_view key, int64_t deadline_ns);
+  // With `only`: removes that version, and no other (at most one caller is told that it did).
+  void remove(RequestId request, std::string_view key, int64_t deadline_ns, std::optional<Version> only = {});
 
   Found find(std::string_view key) const;
   // Ready when find() has an answer other than `later`; with `present`, when it finds something new.
@@ -126,6 +136,7 @@ class TM_API Home {
     Version version;
     Kind kind = Kind::named;
     uint32_t parts = 1;
+    int64_t expires_ns = INT64_MAX;
     std::vector<Spot> spots;
   };
   struct NewSpot : Spot {
@@ -138,9 +149,10 @@ class TM_API Home {
     Kind kind = Kind::named;
     ExtentState state = ExtentState::committed;
     uint32_t parts = 1;
+    int64_t expires_ns = INT64_MAX;
   };
   struct Op {
-    enum class What : uint8_t { put, remove, repair } what = What::put;
+    enum class What : uint8_t { put, remove, expire, repair } what = What::put;
     std::vector<RequestId> requests;
     Kind kind = Kind::named;
     IfExists if_exists = IfExists::replace;
@@ -149,6 +161,9 @@ class TM_API Home {
     std::vector<NewSpot> spots;
     int64_t deadline_ns = INT64_MAX;
     Version version;
+    std::optional<Version> only;  // remove, expire
+    uint64_t ttl_ms = 0;          // put: from the flip on; 0: never
+    int64_t expires_ns = INT64_MAX;  // repair
     std::vector<Candidate> rest;  // repair: the versions below
   };
   enum class Phase : uint8_t { idle, marking, superseding, aborting };
@@ -190,7 +205,6 @@ class TM_API Home {
   void advance(const KeyHash& hash);  // starts what is next, erases the idle
   void start(const KeyHash& hash, Busy& busy, Op op);
   void start_marking(const KeyHash& hash, Busy& busy);
-  void marked(const KeyHash& hash, Busy& busy);  // after step 2
   void start_superseding(const KeyHash& hash, Busy& busy);
   void flip(const KeyHash& hash, Busy& busy);
   void step_over(const KeyHash& hash, Busy& busy);  // all marks of the phase are answered
@@ -200,6 +214,10 @@ class TM_API Home {
   void send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait);
   Mark make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const;
   void resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, const Status& status);
+  void set_entry(const KeyHash& hash, Entry entry);
+  void erase_entry(const KeyHash& hash);
+  bool expired(const Entry& entry) const { return entry.expires_ns <= now_ns_; }
+  void expire();  // supersedes what has expired
   void forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent);
   void forget_donor(uint32_t donor);
   void lost(const KeyHash& hash);
@@ -217,9 +235,11 @@ class TM_API Home {
   uint64_t view_;
   uint64_t seed_;
   uint64_t counter_ = 0, next_mark_ = 1, highest_version_view_ = 0;
+  int64_t now_ns_ = 0;
   uint32_t expected_ = 0;
   std::vector<DonorState> donors_;
   std::unordered_map<KeyHash, Entry, HashOfHash> entries_;
+  std::set<std::pair<int64_t, KeyHash>> expiries_;  // of entries that will expire
   std::unordered_map<KeyHash, Busy, HashOfHash> busy_;
   std::unordered_map<KeyHash, Candidates, HashOfHash> candidates_;  // while not complete
   std::map<TxnId, Group> groups_;

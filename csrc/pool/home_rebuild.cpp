@@ -52,6 +52,7 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
     c.kind = a.kind;
     c.state = a.state;
     c.parts = a.parts;
+    if (a.left_ms) c.expires_ns = now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000;
     candidates_[h].push_back(c);
   }
   if (complete()) {
@@ -65,12 +66,13 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
 Found Home::served_early(const Candidates& candidates) const {
   std::map<Version, std::vector<const Candidate*>, std::greater<>> versions;
   for (const Candidate& c : candidates)
-    if (c.state == ExtentState::final || (c.kind == Kind::sealed && is_stored(c.state)))
+    if (c.expires_ns > now_ns_ && (c.state == ExtentState::final || (c.kind == Kind::sealed && is_stored(c.state))))
       versions[c.version].push_back(&c);
   for (const auto& [version, list] : versions) {
     std::vector<Spot> spots;
-    Found found{Found::State::found, list[0]->kind, version, list[0]->parts, {}};
+    Found found{Found::State::found, list[0]->kind, version, list[0]->parts, INT64_MAX, {}};
     for (const Candidate* c : list) {
+      found.expires_ns = std::min(found.expires_ns, c->expires_ns);
       spots.push_back(*c);
       found.places.push_back({c->part, {donors_[c->donor].id, c->extent}});
     }
@@ -115,7 +117,10 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
       op.spots.push_back(spot);
       spots.push_back(c);
     };
-    for (const Candidate& c : chosen->second) add(c, NewSpot::State::committed);
+    for (const Candidate& c : chosen->second) {
+      add(c, NewSpot::State::committed);
+      op.expires_ns = std::min(op.expires_ns, c.expires_ns);
+    }
     for (const Candidate& c : prepared)
       if (c.txn == op.txn) add(c, NewSpot::State::prepared);
     if (whole(spots, op.parts)) break;
@@ -150,9 +155,9 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
   const bool all_marked = std::all_of(op.spots.begin(), op.spots.end(),
                                       [](const NewSpot& s) { return s.state == NewSpot::State::committed; });
   if (all_marked && olds.empty()) {
-    Entry& entry = entries_[hash];
-    entry = {op.version, op.kind, op.parts, {}};
+    Entry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
     for (const NewSpot& spot : op.spots) entry.spots.push_back(spot);
+    set_entry(hash, std::move(entry));
     for (const Candidate& c : chosen->second)
       if (c.state != ExtentState::final) send(hash, c.donor, make_mark(Mark::What::finalize, hash, c.extent), false);
     return;
@@ -229,7 +234,8 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     } else if (copy) {
       entry->second.spots.push_back(spot);
     } else {
-      entries_[h] = {a.version, a.kind, 1, {spot}};
+      const int64_t expires_ns = a.left_ms ? now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000 : INT64_MAX;
+      set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}});
       wake(h);
     }
   }

@@ -104,9 +104,10 @@ struct Announced {
   TxnId txn{};
   uint32_t part = 0, parts = 1;
   ExtentRef extent;
+  std::optional<uint64_t> left_ms;  // until it expires, by the donor's clock; none: never
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent);
+    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms);
   }
 };
 struct AnnounceRequest {
@@ -160,9 +161,10 @@ struct Mark {
   TxnId txn{};  // drop
   Version version;
   std::optional<uint32_t> crc32c;
+  uint64_t ttl_ms = 0;  // commit: it expires so long after the mark; 0: never
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(what)(view)(shard)(extent)(txn)(version)(crc32c);
+    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms);
   }
 };
 constexpr auto last_value(Mark::What) { return Mark::What::drop; }
@@ -277,9 +279,10 @@ struct PutInlineCall {
   IfExists if_exists = IfExists::replace;
   std::string meta, label, data;
   bool checksum = false;
+  uint64_t ttl_ms = 0;  // 0: never
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(head)(if_exists)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(data, kInlineLimit)(checksum);
+    ar(head)(if_exists)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(data, kInlineLimit)(checksum)(ttl_ms);
   }
 };
 struct BeginCall {  // of an object of several writers: who has the same label joins the same transaction
@@ -314,9 +317,10 @@ struct CommitCall {
   IfExists if_exists = IfExists::replace;
   std::vector<ReplicaRef> replicas;
   std::optional<uint32_t> crc32c;
+  uint64_t ttl_ms = 0;  // 0: never
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(head)(if_exists)(replicas, 64)(crc32c);
+    ar(head)(if_exists)(replicas, 64)(crc32c)(ttl_ms);
   }
 };
 struct CommitAnswer {
@@ -335,9 +339,10 @@ struct KeyCall {  // remove
   uint32_t shard = 0;
   std::string key;
   uint32_t timeout_ms = 0;
+  std::optional<Version> only;  // of this version; another is "not there"
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(shard)(key, kMaxKeyBytes)(timeout_ms);
+    ar(view)(shard)(key, kMaxKeyBytes)(timeout_ms)(only);
   }
 };
 struct RemoveAnswer {
@@ -394,11 +399,12 @@ struct LookupEntry {
   Kind kind = Kind::named;
   Version version;
   uint32_t parts = 1;
+  std::optional<uint64_t> left_ms;
   std::vector<Place> places;
   template <typename Ar>
   void fields(Ar& ar) {
     ar(found);
-    if (found) ar(kind)(version)(parts)(places, kMaxParts * 4);
+    if (found) ar(kind)(version)(parts)(left_ms)(places, kMaxParts * 4);
   }
 };
 struct LookupAnswer {

@@ -90,6 +90,7 @@ class NodeServiceImpl final : public NodeService {
   void retry_reservations();
   void commit(const CommitCall& call, std::function<void(const Result<CommitAnswer>&)> done);
   Status need_home(uint64_t view) const;
+  static Status check_ttl(uint64_t ttl_ms);
 
   // service_lookup.cpp
   void on_lookup(const rpc::SessionPtr&, LookupCall, ResponderPtr);
@@ -120,7 +121,7 @@ class NodeServiceImpl final : public NodeService {
   Status announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer);
   void drop_named();
   bool sleep_ms(int64_t ms);  // false: closing
-  static Announced slim(Announcement a);
+  Announced slim(Announcement a) const;
   std::vector<Announced> announcements() const;
 
   NodeServiceOptions options_;
@@ -183,6 +184,7 @@ void NodeServiceImpl::method(Method id, void (NodeServiceImpl::*fn)(const rpc::S
         if (!message.is_ok()) return responder.fail(message.status());
         auto shared = std::make_shared<rpc::Responder>(std::move(responder));
         strand_.run([this, fn, session, shared, message = std::make_shared<T>(std::move(message).value())]() mutable {
+          if (home_) home_->at(steady_ns());
           (this->*fn)(session, std::move(*message), std::move(shared));
           pump();
         });

@@ -45,6 +45,8 @@ void NodeServiceImpl::look_up(RequestId request) {
     entry.kind = f.kind;
     entry.version = f.version;
     entry.parts = f.parts;
+    if (f.expires_ns != INT64_MAX)
+      entry.left_ms = static_cast<uint64_t>(std::max<int64_t>(0, f.expires_ns - steady_ns())) / 1'000'000;
     for (const auto& [part, at] : f.places) {
       Place place{part, at, {}};
       if (call.describe && at.node == self_.id) {
@@ -89,7 +91,7 @@ void NodeServiceImpl::on_describe(const rpc::SessionPtr&, DescribeCall call, Res
 void NodeServiceImpl::on_keys(const rpc::SessionPtr&, KeysCall call, ResponderPtr responder) {
   KeysAnswer answer;
   size_t bytes = 0;
-  for (std::string& key : donor_->keys(call.prefix, SIZE_MAX)) {
+  for (std::string& key : donor_->keys(call.prefix, SIZE_MAX, steady_ns())) {
     if (!call.after.empty() && key <= call.after) continue;
     if (bytes >= kAnswerBytes) {
       answer.more = true;

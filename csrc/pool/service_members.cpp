@@ -13,7 +13,7 @@ Status NodeServiceImpl::apply_mark(const Mark& mark) {
   switch (mark.what) {
     case Mark::What::commit:
       TM_TRY(failpoint("node.commit"));
-      TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c));
+      TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, mark.ttl_ms, steady_ns()));
       reserved_until_.erase(mark.txn);
       return failpoint("node.committed");
     case Mark::What::finalize:
@@ -46,6 +46,7 @@ void NodeServiceImpl::on_mark(const rpc::SessionPtr&, Mark mark, ResponderPtr re
 void NodeServiceImpl::send_mark(const SendMark& send) {
   if (send.node == self_.id) {
     const Status s = apply_mark(send.mark);
+    home_->at(steady_ns());  // what flips now expires later than at its donors
     if (send.id) home_->mark_done(send.id, s);
     return;
   }
@@ -62,6 +63,7 @@ void NodeServiceImpl::send_mark(const SendMark& send) {
             s.code() == Code::peer_lost || s.code() == Code::closed || s.code() == Code::deadline_exceeded;
         if (silent) s = Status(Code::pool_unavailable, s.message());
         strand_.run([this, id, s] {
+          home_->at(steady_ns());
           home_->mark_done(id, s);
           pump();
         });

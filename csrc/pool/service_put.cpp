@@ -94,6 +94,7 @@ void NodeServiceImpl::on_put_inline(const rpc::SessionPtr&, PutInlineCall call, 
   if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
   if (!call.head.sound() || call.head.parts != 1)
     return responder->fail({Code::invalid_argument, "an inline put has a key and one part"});
+  if (const Status s = check_ttl(call.ttl_ms); !s.is_ok()) return responder->fail(s);
   auto reservation = reserve(call.head, call.data.size(), std::move(call.meta), std::move(call.label), 0);
   if (!reservation.is_ok()) return responder->fail(reservation.status());
   const char* from = call.data.data();
@@ -104,12 +105,18 @@ void NodeServiceImpl::on_put_inline(const rpc::SessionPtr&, PutInlineCall call, 
   CommitCall commit_call;
   commit_call.head = std::move(call.head);
   commit_call.if_exists = call.if_exists;
+  commit_call.ttl_ms = call.ttl_ms;
   commit_call.replicas = {{self_.id, reservation->extent}};
   if (call.checksum) commit_call.crc32c = crc32c(call.data.data(), call.data.size());
   commit(commit_call, [responder](const Result<CommitAnswer>& result) {
     if (result.is_ok()) return responder->ok(encode(*result));
     responder->fail(result.status());
   });
+}
+
+Status NodeServiceImpl::check_ttl(uint64_t ttl_ms) {
+  if (ttl_ms <= kMaxTtlMs) return {};
+  return {Code::invalid_argument, "a time to live of " + std::to_string(ttl_ms) + " ms is too long"};
 }
 
 Status NodeServiceImpl::need_home(uint64_t view) const {
@@ -136,6 +143,7 @@ void NodeServiceImpl::commit(const CommitCall& call, std::function<void(const Re
 
 void NodeServiceImpl::on_commit(const rpc::SessionPtr&, CommitCall call, ResponderPtr responder) {
   if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
+  if (const Status s = check_ttl(call.ttl_ms); !s.is_ok()) return responder->fail(s);
   if (const Status s = failpoint("home.commit"); !s.is_ok()) return responder->fail(s);
   commit(call, [responder](const Result<CommitAnswer>& result) {
     if (result.is_ok()) return responder->ok(encode(*result));
@@ -147,7 +155,7 @@ void NodeServiceImpl::on_remove(const rpc::SessionPtr&, KeyCall call, ResponderP
   if (const Status s = need_home(call.view); !s.is_ok()) return responder->fail(s);
   const RequestId request = next_request_++;
   removes_[request] = std::move(responder);
-  home_->remove(request, call.key, deadline_of(call.timeout_ms));
+  home_->remove(request, call.key, deadline_of(call.timeout_ms), call.only);
 }
 
 }  // namespace torch_mooncake::pool

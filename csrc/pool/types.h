@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ inline constexpr uint32_t kMaxPieces = 64;
 inline constexpr uint64_t kPageBytes = 4096;
 inline constexpr uint64_t kSlabLimit = 32 * 1024;  // smaller parts live in slabs: copied, never mapped
 inline constexpr uint32_t kShards = 4096;
+inline constexpr uint64_t kMaxTtlMs = uint64_t{10} * 365 * 86'400'000;
 
 enum class Kind : uint8_t { named = 0, sealed = 1 };
 enum class IfExists : uint8_t { replace = 0, keep = 1, error = 2 };
@@ -55,16 +57,24 @@ struct Replica {
   std::vector<Piece> pieces;
 };
 
+// One writer's part of an object: its bytes and its own metadata.
+struct PartInfo {
+  uint64_t offset = 0, nbytes = 0;
+  std::string meta;
+};
+
 struct ObjectInfo {
   std::string key;
   Kind kind = Kind::named;
   Version version;
   uint64_t nbytes = 0;
-  std::string meta;     // opaque to the pool: how Python describes the tensors inside
+  std::string meta;     // of part 0; opaque to the pool: how Python describes the tensors inside
   std::string label;    // the caller's version= label
   uint32_t crc32c = 0;  // of the bytes, if has_crc
   bool has_crc = false;
-  std::vector<Replica> replicas;
+  std::optional<uint64_t> left_ms;  // until it expires, when it was looked up; none: never
+  std::vector<PartInfo> parts;      // in order; one unless several writers made it
+  std::vector<Replica> replicas;    // of part 0
 };
 
 }  // namespace torch_mooncake::pool

@@ -45,8 +45,8 @@ PyClient connect(std::string address, std::string token, std::string name, std::
 }
 
 nb::tuple put(PyClient& client, std::string key, nb::bytes meta, nb::sequence data, bool sealed, std::string if_exists,
-              uint32_t replicas, bool replicas_lenient, std::string label, uint32_t part, uint32_t parts, bool checksum,
-              int64_t deadline_ns) {
+              uint32_t replicas, bool replicas_lenient, std::string label, uint32_t part, uint32_t parts, std::string group,
+              bool checksum, uint64_t ttl_ms, int64_t deadline_ns) {
   pool::PutOptions options;
   options.kind = sealed ? pool::Kind::sealed : pool::Kind::named;
   if (if_exists == "replace")
@@ -62,7 +62,9 @@ nb::tuple put(PyClient& client, std::string key, nb::bytes meta, nb::sequence da
   options.label = std::move(label);
   options.part = part;
   options.parts = parts;
+  options.group = std::move(group);
   options.checksum = checksum;
+  options.ttl_ms = ttl_ms;
   Buffers buffers(data, /*writable=*/false);
   auto outcome = unwrap(without_gil([&] {
     return client->put(key, {meta.c_str(), meta.size()}, buffers.iov(), options, deadline_at(deadline_ns));
@@ -105,6 +107,7 @@ nb::dict stat(PyClient& client, int64_t deadline_ns) {
   d["keys"] = s.keys;
   d["client_maps"] = s.client_maps;
   d["client_mapped_bytes"] = s.client_mapped_bytes;
+  d["client_read_bytes"] = s.client_read_bytes;
   d["nodes"] = std::move(nodes);
   return d;
 }
@@ -121,6 +124,14 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("version", [](PyObjectInfo& o) { return pair_of(o->info().version); })
       .def_prop_ro("nbytes", [](PyObjectInfo& o) { return o->info().nbytes; })
       .def_prop_ro("meta", [](PyObjectInfo& o) { return to_bytes(o->info().meta); })
+      .def_prop_ro("parts",
+                   [](PyObjectInfo& o) {
+                     nb::list out;
+                     for (const auto& p : o->info().parts)
+                       out.append(nb::make_tuple(p.offset, p.nbytes, to_bytes(p.meta)));
+                     return out;
+                   })
+      .def_prop_ro("left_ms", [](PyObjectInfo& o) { return o->info().left_ms; })
       .def_prop_ro("label", [](PyObjectInfo& o) { return o->info().label; })
       .def_prop_ro("replicas", [](PyObjectInfo& o) { return o->info().replicas.size(); })
       .def_prop_ro("local", [](PyObjectInfo& o) { return o->local(); });
@@ -132,7 +143,7 @@ void bind_pool(nb::module_& m) {
       .def("engine_capsule", [](PyClient& c) { return to_capsule(c->engine(), kEngineCapsule); })
       .def("put", &put, nb::arg("key"), nb::arg("meta"), nb::arg("data"), nb::kw_only(), nb::arg("sealed"),
            nb::arg("if_exists"), nb::arg("replicas"), nb::arg("replicas_lenient"), nb::arg("label"), nb::arg("part"),
-           nb::arg("parts"), nb::arg("checksum"), nb::arg("deadline_ns"))
+           nb::arg("parts"), nb::arg("group"), nb::arg("checksum"), nb::arg("ttl_ms"), nb::arg("deadline_ns"))
       .def(
           "locate",
           [](PyClient& c, std::string key, std::optional<VersionPair> at_least, std::string label,
@@ -167,6 +178,29 @@ void bind_pool(nb::module_& m) {
           },
           nb::arg("object"), nb::arg("offset"), nb::arg("out"), nb::arg("deadline_ns"))
       .def(
+          "read_ranges",
+          [](PyClient& c, PyObjectInfo& object, nb::bytes ranges, uint64_t address, uint64_t nbytes,
+             int64_t deadline_ns) {
+            struct Triple {
+              int64_t offset, at, nbytes;
+            };
+            if (ranges.size() % sizeof(Triple) != 0) raise({Code::invalid_argument, "ranges are triples of int64"});
+            const auto* triples = reinterpret_cast<const Triple*>(ranges.c_str());
+            auto* base = reinterpret_cast<std::byte*>(address);
+            std::vector<pool::ReadRange> list;
+            list.reserve(ranges.size() / sizeof(Triple));
+            for (size_t i = 0; i < ranges.size() / sizeof(Triple); ++i) {
+              const Triple& t = triples[i];
+              if (t.offset < 0 || t.at < 0 || t.nbytes < 0 || static_cast<uint64_t>(t.at) > nbytes)
+                raise({Code::invalid_argument, "a range to be read is negative or leaves its memory"});
+              list.push_back({static_cast<uint64_t>(t.offset), base + t.at, static_cast<uint64_t>(t.nbytes)});
+            }
+            check(without_gil(
+                [&] { return c->read_ranges(object.get(), list, {base, nbytes}, deadline_at(deadline_ns)); }));
+          },
+          nb::arg("object"), nb::arg("ranges"), nb::arg("address"), nb::arg("nbytes"), nb::arg("deadline_ns"),
+          "(offset in the object, offset in the memory, nbytes) of each, as int64 in native order.")
+      .def(
           "map",
           [](PyClient& c, PyObjectInfo& object, bool read_only, int64_t deadline_ns) {
             auto mapped =
@@ -185,10 +219,12 @@ void bind_pool(nb::module_& m) {
           nb::arg("keys"), nb::arg("deadline_ns"))
       .def(
           "remove",
-          [](PyClient& c, std::string key, int64_t deadline_ns) {
-            return unwrap(without_gil([&] { return c->remove(key, deadline_at(deadline_ns)); }));
+          [](PyClient& c, std::string key, int64_t deadline_ns, std::optional<VersionPair> only) {
+            std::optional<pool::Version> version;
+            if (only) version = pool::Version{only->first, only->second};
+            return unwrap(without_gil([&] { return c->remove(key, deadline_at(deadline_ns), version); }));
           },
-          nb::arg("key"), nb::arg("deadline_ns"))
+          nb::arg("key"), nb::arg("deadline_ns"), nb::arg("only").none() = nb::none())
       .def(
           "keys",
           [](PyClient& c, std::string prefix, int64_t deadline_ns) {

@@ -12,8 +12,8 @@
 namespace torch_mooncake::pool::test {
 
 struct HistoryOp {
-  enum class What { put, put_if_absent, kept, remove, removed_nothing, get, loss } what = What::get;
-  uint64_t value = 0;  // put: what; get: what was seen
+  enum class What { put, put_if_absent, kept, remove, removed_nothing, get, consume, expire, loss } what = What::get;
+  uint64_t value = 0;  // put: what; get: what was seen; consume: what was taken; expire: what is over
   int64_t called = 0;
   int64_t returned = INT64_MAX;  // INT64_MAX: unknown outcome
 };
@@ -32,6 +32,14 @@ class LinearizabilityCheck {
       if (!done_[i]) first_return = std::min(first_return, ops_[i].returned);
     if (first_return == INT64_MAX) return true;
     for (size_t i = 0; i < ops_.size(); ++i) {
+      if (done_[i] || ops_[i].what != HistoryOp::What::expire || ops_[i].value == value || !written(ops_[i].value))
+        continue;
+      done_[i] = true;  // values are written once: it has no effect any more, whenever it happens
+      const bool holds = search(value);
+      done_[i] = false;
+      return holds;
+    }
+    for (size_t i = 0; i < ops_.size(); ++i) {
       if (done_[i] || ops_[i].called > first_return) continue;
       const bool repeats = ops_[i].what == HistoryOp::What::loss;
       uint64_t next = value;
@@ -41,6 +49,12 @@ class LinearizabilityCheck {
       if (!repeats) done_[i] = false;
     }
     return false;
+  }
+  bool written(uint64_t value) const {
+    for (size_t i = 0; i < ops_.size(); ++i)
+      if (ops_[i].value == value && (ops_[i].what == HistoryOp::What::put || ops_[i].what == HistoryOp::What::put_if_absent))
+        return done_[i];
+    return true;
   }
   static bool apply(const HistoryOp& op, uint64_t& value) {
     using What = HistoryOp::What;
@@ -61,6 +75,11 @@ class LinearizabilityCheck {
         return value == 0;
       case What::get:
         return value == op.value;
+      case What::expire:
+      case What::consume:
+        if (value != op.value) return false;
+        value = 0;
+        return true;
       case What::loss:
         value = 0;
         return true;

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch_mooncake.context import init as init
     from torch_mooncake.errors import *  # noqa: F403
     from torch_mooncake.hardware import topology as topology
+    from torch_mooncake.pool import Info as Info
     from torch_mooncake.pool import Pool as Pool
     from torch_mooncake.pool import PutResult as PutResult
     from torch_mooncake.pool import Version as Version
@@ -32,20 +33,30 @@ if TYPE_CHECKING:
     from torch_mooncake.transfer import RemoteRegion as RemoteRegion
     from torch_mooncake.verbs import adelete as adelete
     from torch_mooncake.verbs import aexists as aexists
+    from torch_mooncake.verbs import aexport_safetensors as aexport_safetensors
     from torch_mooncake.verbs import aget as aget
     from torch_mooncake.verbs import aget_many as aget_many
+    from torch_mooncake.verbs import aget_state_dict as aget_state_dict
+    from torch_mooncake.verbs import aimport_safetensors as aimport_safetensors
+    from torch_mooncake.verbs import ainfo as ainfo
     from torch_mooncake.verbs import akeys as akeys
     from torch_mooncake.verbs import aput as aput
     from torch_mooncake.verbs import aput_many as aput_many
+    from torch_mooncake.verbs import aput_state_dict as aput_state_dict
     from torch_mooncake.verbs import astat as astat
     from torch_mooncake.verbs import await_key as await_key
     from torch_mooncake.verbs import delete as delete
     from torch_mooncake.verbs import exists as exists
+    from torch_mooncake.verbs import export_safetensors as export_safetensors
     from torch_mooncake.verbs import get as get
     from torch_mooncake.verbs import get_many as get_many
+    from torch_mooncake.verbs import get_state_dict as get_state_dict
+    from torch_mooncake.verbs import import_safetensors as import_safetensors
+    from torch_mooncake.verbs import info as info
     from torch_mooncake.verbs import keys as keys
     from torch_mooncake.verbs import put as put
     from torch_mooncake.verbs import put_many as put_many
+    from torch_mooncake.verbs import put_state_dict as put_state_dict
     from torch_mooncake.verbs import stat as stat
     from torch_mooncake.verbs import wait as wait
 
@@ -58,16 +69,18 @@ _EXPORTS = {
         *("Busy", "Closed", "Forked", "Unsupported", "IoError", "InternalError"),
     ),
     "hardware": ("topology",),
-    "pool": ("Pool", "PutResult", "Version"),
+    "pool": ("Info", "Pool", "PutResult", "Version"),
     "shared": ("empty",),
     "transfer": ("Engine", "Notification", "Op", "Peer", "Region", "RemoteRegion"),
     "verbs": (
         *("put", "get", "exists", "delete", "keys", "wait", "stat", "put_many", "get_many"),
+        *("info", "put_state_dict", "get_state_dict", "import_safetensors", "export_safetensors"),
         *("aput", "aget", "aexists", "adelete", "akeys", "await_key", "astat", "aput_many", "aget_many"),
+        *("ainfo", "aput_state_dict", "aget_state_dict", "aimport_safetensors", "aexport_safetensors"),
     ),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES = ("cli", "distributed", "kv", "metrics", "node", "ops", "tensors", "weights", *_EXPORTS)
+_MODULES = ("checkpoint", "cli", "distributed", "kv", "metrics", "node", "ops", "tensors", "weights", *_EXPORTS)
 
 __all__ = ["__version__", *_HOME]
 

@@ -177,6 +177,10 @@ MAX_KEY_BYTES: int = 1024
 
 MAX_META_BYTES: int = 1048576
 
+MAX_PARTS: int = 4096
+
+MAX_TTL_MS: int = 315360000000
+
 class Object:
     """A found version of a key."""
 
@@ -196,6 +200,12 @@ class Object:
     def meta(self) -> bytes: ...
 
     @property
+    def parts(self) -> list: ...
+
+    @property
+    def left_ms(self) -> int | None: ...
+
+    @property
     def label(self) -> str: ...
 
     @property
@@ -212,7 +222,7 @@ class Client:
 
     def engine_capsule(self) -> CapsuleType: ...
 
-    def put(self, key: str, meta: bytes, data: Sequence, *, sealed: bool, if_exists: str, replicas: int, replicas_lenient: bool, label: str, part: int, parts: int, checksum: bool, deadline_ns: int) -> tuple: ...
+    def put(self, key: str, meta: bytes, data: Sequence, *, sealed: bool, if_exists: str, replicas: int, replicas_lenient: bool, label: str, part: int, parts: int, group: str, checksum: bool, ttl_ms: int, deadline_ns: int) -> tuple: ...
 
     def locate(self, key: str, at_least: tuple[int, int] | None, label: str, deadline_ns: int) -> Object: ...
 
@@ -223,11 +233,16 @@ class Client:
 
     def read(self, object: Object, offset: int, out: Sequence, deadline_ns: int) -> None: ...
 
+    def read_ranges(self, object: Object, ranges: bytes, address: int, nbytes: int, deadline_ns: int) -> None:
+        """
+        (offset in the object, offset in the memory, nbytes) of each, as int64 in native order.
+        """
+
     def map(self, object: Object, read_only: bool, deadline_ns: int) -> Mapped: ...
 
     def exists(self, keys: Sequence[str], deadline_ns: int) -> list: ...
 
-    def remove(self, key: str, deadline_ns: int) -> bool: ...
+    def remove(self, key: str, deadline_ns: int, only: tuple[int, int] | None = None) -> bool: ...
 
     def keys(self, prefix: str, deadline_ns: int) -> list[str]: ...
 

@@ -18,21 +18,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, overload
 from weakref import WeakSet
 
-from torch_mooncake import _core, values
+from torch_mooncake import _core, safetensors_io, state_dicts, values
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
 from torch_mooncake.errors import Closed, DeadlineExceeded, InvalidArgument, KeyNotFound, Unsupported
 from torch_mooncake.node import find_or_start
-from torch_mooncake.tensors import encode
+from torch_mooncake.objects import Rounds, describe
+from torch_mooncake.tensors import encode, encode_part, writers
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "<raise KeyNotFound>"})()
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+StateDict = TypeVar("StateDict", bound=Mapping[str, Any])
 
 
 class Version(NamedTuple):
@@ -46,6 +50,21 @@ class PutResult(NamedTuple):
     version: Version
     stored: bool  # False: if_exists="keep" found a value, or a sealed copy was there
     nbytes: int
+
+
+class Info(NamedTuple):
+    """What the pool knows of a key, without its bytes."""
+
+    key: str
+    version: Version
+    label: str  # put(version=)
+    nbytes: int
+    meta: dict[str, Any]  # put(meta=)
+    sealed: bool
+    parts: int  # writers
+    replicas: int
+    local: bool  # on this host
+    expires_in_s: float | None  # None: never
 
 
 def _async(method: Callable[Concatenate[Pool, P], R]) -> Callable[Concatenate[Pool, P], Awaitable[R]]:
@@ -94,6 +113,7 @@ class Pool:
         self._lock = threading.Lock()
         self._core: _core.Client | None = None
         self._closed = False
+        self._rounds = Rounds()
         _pools.add(self)
         self._client(deadline_ns(timeout))
 
@@ -107,6 +127,10 @@ class Pool:
         sealed: bool = False,
         if_exists: Literal["replace", "keep", "error"] = "replace",
         version: str | int | None = None,
+        meta: dict[str, Any] | None = None,
+        ttl_s: float | None = None,
+        part: tuple[int, int] | None = None,
+        group: str | None = None,
         replicas: int | str = 1,
         parent: str | None = None,
         checksum: bool = False,
@@ -115,15 +139,33 @@ class Pool:
         """Store ``value`` under ``key``: a tensor of any dense dtype and shape, a numpy array, bytes, a scalar, or a
         nested dict, list or tuple of these (a state dict). All of it becomes visible at once.
 
-        ``version`` is a label of yours beside the pool's version. ``replicas=n`` copies on different hosts, or raises;
-        ``"≤n"`` makes do with fewer. Raises TypeError (naming the leaf) for what cannot be put, KeyExists, PoolFull
-        (with the sizes). After DeadlineExceeded the put took effect wholly or not at all.
+        ``version`` is a label of yours beside the pool's version; ``meta`` a small dict (64 KiB of None, bool, int,
+        float, str, bytes, list, dict) that ``info`` tells. ``ttl_s``: the value is missing so many seconds after it
+        became visible. ``replicas=n`` copies on different hosts, or raises; ``"≤n"`` makes do with fewer. Raises TypeError
+        (naming the leaf) for what cannot be put, KeyExists, PoolFull (with the sizes). After DeadlineExceeded the put
+        took effect wholly or not at all.
+
+        Several writers: ``part=(i, n)`` puts the i-th of n values under one key (``get`` returns the list); a value with
+        a ``DTensor`` is put by all ranks of its mesh, each its shard. The parts become visible together, when the last
+        has come; otherwise none does, and every writer raises. Writers find each other by ``group``, by default the
+        ``version``; ``part=`` needs one of the two, and for a DTensor the n-th put of the key on each rank are one.
         """
         if parent is not None:
             raise Unsupported("put(parent=) is not built yet: see docs/roadmap.md")
         deadline = deadline_ns(timeout)
         count, lenient = _replicas(replicas)
-        encoded = encode(value)
+        label = "" if version is None else str(version)
+        sharers = writers(value) if part is None else None
+        if part is not None:
+            index, parts = _part(part)
+            encoded = encode_part(value, meta)
+            if parts > 1 and not (group or label):
+                raise InvalidArgument("writers of one object need the same version= or group=")
+        else:
+            index, parts = sharers or (0, 1)
+            encoded = encode(value, meta, (index, parts))
+        if sharers and parts > 1 and not (group or label):
+            group = self._rounds.next(_key(key))
         pair, stored = self._client(deadline).put(
             _key(key),
             encoded.meta,
@@ -132,10 +174,12 @@ class Pool:
             if_exists=if_exists,
             replicas=count,
             replicas_lenient=lenient,
-            label="" if version is None else str(version),
-            part=0,
-            parts=1,
+            label=label,
+            part=index,
+            parts=parts,
+            group=group or "",
             checksum=checksum,
+            ttl_ms=_ttl_ms(ttl_s),
             deadline_ns=deadline,
         )
         return PutResult(Version(*pair), stored, encoded.nbytes)
@@ -155,7 +199,10 @@ class Pool:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         version: str | int | Version | None = None,
+        placements: Sequence[Placement] | None = None,
+        mesh: DeviceMesh | None = None,
         readonly: bool = False,
+        consume: bool = False,
         wait: float | None = None,
         default: Any = MISSING,
         timeout: float | None = 30,
@@ -166,6 +213,10 @@ class Pool:
         ``readonly=True``: tensors over the pool's own pages, free of faults; writing to them crashes the process.
         ``out``: copy into this tensor, array, buffer, or nest of tensors, and return it; LayoutMismatch if dtype or
         shape differ; unspecified content after a failure. ``device``, ``dtype``: convert tensors on the way.
+        ``placements`` and ``mesh``: a DTensor of which this process reads its own share and no other byte, however the
+        tensor was put; so does a DTensor in ``out``. Partial placements are InvalidArgument.
+        ``consume=True``: take it: of all who do, one gets the value, after the pool has acknowledged that it is gone;
+        who is killed meanwhile leaves it there or gone, never twice. "outcome unknown" in an error: gone or still there.
         ``version``: a label (KeyNotFound if the current value has another), or a ``PutResult.version`` (at least).
         ``wait``: seconds to wait for the key to appear, then DeadlineExceeded. ``default``: instead of KeyNotFound.
         """
@@ -183,10 +234,24 @@ class Pool:
                     raise
                 return default
             try:
-                return values.load(client, found, deadline, out=out, device=device, dtype=dtype, readonly=readonly)
+                value = values.load(
+                    client,
+                    found,
+                    deadline,
+                    out=out,
+                    device=device,
+                    dtype=dtype,
+                    readonly=readonly,
+                    placements=placements,
+                    mesh=mesh,
+                )
+                if not consume or client.remove(name, deadline, found.version):
+                    return value
+                del value  # somebody else has taken or replaced it
             except KeyNotFound:  # superseded between the look-up and the read: look again
-                if time.monotonic_ns() >= deadline:
-                    raise DeadlineExceeded(f"{key!r} was replaced faster than it could be read") from None
+                pass
+            if time.monotonic_ns() >= deadline:
+                raise DeadlineExceeded(f"{key!r} was replaced faster than it could be read") from None
 
     def get_many(
         self,
@@ -224,7 +289,79 @@ class Pool:
             result.append(self.get(key, readonly=readonly, out=into, default=default, timeout=left))
         return result
 
+    # --- many tensors ---
+
+    def put_state_dict(self, key: str, state_dict: Mapping[str, Any], **options: Any) -> PutResult:
+        """``put`` a state dict (a model's, an optimizer's, nested ones; values that have a ``state_dict()`` of their own
+        are asked for it) as one object. With DTensors in it, all ranks of their mesh put it, and plain values are rank
+        0's. ``options``: those of ``put``."""
+        return self.put(key, state_dicts.resolved(state_dict), **options)
+
+    @overload
+    def get_state_dict(
+        self, key: str, into: None = None, *, strict: bool = True, timeout: float | None = 30
+    ) -> dict[str, Any]: ...
+    @overload
+    def get_state_dict(
+        self, key: str, into: StateDict, *, strict: bool = True, timeout: float | None = 30
+    ) -> StateDict: ...
+    def get_state_dict(self, key: str, into: Any = None, *, strict: bool = True, timeout: float | None = 30) -> Any:
+        """A state dict; with ``into``, in place: tensors are filled (of DTensors, and of one that was put sharded,
+        exactly this process's share is read), other values replaced, and objects with ``load_state_dict`` get theirs.
+
+        Names are matched as torch's distributed checkpoint flattens them ("optimizer.state.0.step"). LayoutMismatch,
+        before anything is written, if a tensor has another shape or dtype or, with ``strict``, if a name is missing
+        on either side; without, such names are left alone. Returns ``into``.
+        """
+        deadline = deadline_ns(timeout)
+        while True:
+            client = self._client(deadline)
+            found = client.locate(_key(key), None, "", deadline)
+            try:
+                return state_dicts.load(client, found, deadline, into, strict)
+            except KeyNotFound:  # superseded between the look-up and the read: look again
+                if time.monotonic_ns() >= deadline:
+                    raise DeadlineExceeded(f"{key!r} was replaced faster than it could be read") from None
+
+    def import_safetensors(self, path: str | os.PathLike[str], prefix: str = "", **options: Any) -> list[str]:
+        """``put`` each tensor of a safetensors file under ``prefix`` + its name, straight from the mapped file, and the
+        file's metadata, if it has any, under ``prefix`` + "__metadata__". Returns the tensors' keys.
+
+        The header is checked before the first put: Corrupt for what the format forbids (sizes that do not fit, gaps,
+        overlaps, a truncated file), Unsupported for a dtype torch has no tensors of. Each key is put by itself.
+        ``options``: those of ``put``; the timeout is for all.
+        """
+        return safetensors_io.import_file(self, path, prefix, **options)
+
+    def export_safetensors(
+        self, prefix: str, path: str | os.PathLike[str], *, keys: Sequence[str] | None = None, timeout: float | None = 30
+    ) -> int:
+        """Write the tensors under ``prefix`` (of these ``keys``, if given) to a safetensors file, named without it; what
+        ``import_safetensors`` kept of the metadata too. The file is there whole or not at all. Returns its bytes.
+
+        LayoutMismatch names a key that is not one tensor; Unsupported one whose dtype the format does not have.
+        """
+        return safetensors_io.export_file(self, prefix, path, keys=keys, timeout=timeout)
+
     # --- the rest ---
+
+    def info(self, key: str, *, timeout: float | None = 30) -> Info:
+        """Version, size, ``meta`` and more of a key, without reading it. KeyNotFound."""
+        deadline = deadline_ns(timeout)
+        client = self._client(deadline)
+        found = client.locate(_key(key), None, "", deadline)
+        return Info(
+            key=key,
+            version=Version(*found.version),
+            label=found.label,
+            nbytes=found.nbytes,
+            meta=describe(client, found, deadline).user or {},
+            sealed=found.sealed,
+            parts=len(found.parts),
+            replicas=found.replicas,
+            local=found.local,
+            expires_in_s=None if found.left_ms is None else found.left_ms / 1000,
+        )
 
     @overload
     def exists(self, key: str, *, timeout: float | None = 30) -> bool: ...
@@ -294,6 +431,11 @@ class Pool:
     akeys = _async(keys)
     await_key = _async(wait)
     astat = _async(stat)
+    ainfo = _async(info)
+    aput_state_dict = _async(put_state_dict)
+    aget_state_dict = _async(get_state_dict)
+    aimport_safetensors = _async(import_safetensors)
+    aexport_safetensors = _async(export_safetensors)
 
     # --- the connection ---
 
@@ -347,6 +489,21 @@ def _version(version: str | int | Version | None) -> tuple[tuple[int, int] | Non
     return None, str(version)
 
 
+def _ttl_ms(ttl_s: float | None) -> int:
+    if ttl_s is None:
+        return 0
+    if not 0 < ttl_s <= _core.MAX_TTL_MS / 1000:
+        raise InvalidArgument(f"ttl_s is above 0 and at most ten years, not {ttl_s!r}")
+    return max(1, round(ttl_s * 1000))
+
+
+def _part(part: tuple[int, int]) -> tuple[int, int]:
+    index, parts = part
+    if not 0 <= index < parts <= _core.MAX_PARTS:
+        raise InvalidArgument(f"part=(i, n) has 0 <= i < n <= {_core.MAX_PARTS}, not {part!r}")
+    return index, parts
+
+
 def _replicas(replicas: int | str) -> tuple[int, bool]:
     text = str(replicas)
     lenient = text.startswith(("≤", "<="))
@@ -367,4 +524,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-__all__ = ["MISSING", "Pool", "PutResult", "Version"]
+__all__ = ["MISSING", "Info", "Pool", "PutResult", "Version"]

@@ -5,6 +5,10 @@ dicts, lists and tuples of these, nested. Everything else is a TypeError that na
 Nothing is ever pickled. Tensors are stored dense and contiguous (strided, conjugated and negated views are resolved,
 gradients are left behind), each at a multiple of 64 bytes, from 64 KiB on at a multiple of 4096 (a page).
 
+A ``DTensor`` is stored by all ranks of its mesh together, each its shard (replicas once): every rank's object part
+describes its share of the same value, and holds what is not sharded only in part 0. A small dict of the user's may go
+with a value.
+
 What comes back: tensors as torch tensors and numpy arrays as numpy arrays, both over the object's memory; bytes-like
 objects as bytes; dict subclasses as dict.
 
@@ -23,7 +27,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from torch_mooncake.errors import Corrupt
+from torch_mooncake import sharding
+from torch_mooncake.errors import Corrupt, InvalidArgument
 
 _FORMAT = 1
 _INLINE, _SPILLED = b"TMv\x00", b"TMv\x01"  # where the description is: in the metadata, or at the end of the data
@@ -31,6 +36,7 @@ _MAX_META = 512 << 10  # longer descriptions are spilled (the pool takes 1 MiB)
 _MAX_DEPTH = 64
 _MAX_NDIM = 64
 _MAX_INLINE_STR = 256
+_MAX_USER = 64 << 10
 _ALIGN, _PAGE, _PAGE_FROM = 64, 4096, 64 << 10
 _ZEROS = bytes(_PAGE)
 
@@ -93,17 +99,52 @@ class Dict(msgspec.Struct, tag=8, array_like=True, frozen=True):
     items: tuple[tuple[Key, Node], ...]
 
 
-Node = Scalar | BigInt | Bytes | Text | Tensor | Array | List | Tuple | Dict
-Leaf = Bytes | Text | Tensor | Array
+class Block(msgspec.Struct, array_like=True, frozen=True):
+    """A dense tensor at ``offset``: the runs of each dimension's global indices that it holds."""
+
+    offset: int
+    runs: tuple[sharding.Runs, ...]
+
+    @property
+    def box(self) -> sharding.Box:
+        return sharding.Box(self.runs)
+
+
+class Sharded(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """A tensor in blocks; in one part's description, those of that part."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    blocks: tuple[Block, ...]
+
+
+class Elsewhere(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """A leaf that part 0 holds."""
+
+
+Node = Scalar | BigInt | Bytes | Text | Tensor | Array | List | Tuple | Dict | Sharded | Elsewhere
+Leaf = Bytes | Text | Tensor | Array | Sharded
 
 
 class Document(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     format: int
     root: Node
+    user: dict[str, Any] | None = None
+    shared: bool = False  # one value in several parts, not one of several
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Document)
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """A value of the library's own: a dense tensor that lies somewhere, and stays there until it has been put."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    nbytes: int
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -116,21 +157,78 @@ class Encoded(msgspec.Struct, frozen=True):
     keep: list[Any]
 
 
-def encode(value: Any) -> Encoded:
-    """Describe ``value``. Copies only what is not dense, contiguous CPU memory. Raises TypeError naming the leaf."""
-    writer = _Writer()
+def encode(value: Any, user: dict[str, Any] | None = None, writer: tuple[int, int] = (0, 1)) -> Encoded:
+    """Describe ``value``. Copies only what is not dense, contiguous CPU memory. Raises TypeError naming the leaf.
+
+    ``writer``: (rank, world) of the processes that store a value with DTensors together, see ``writers``.
+    """
+    rank, world = writer
+    return _encode(value, user, _Writer(shares=world > 1, plain=rank == 0))
+
+
+def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:
+    """The same for a value of its own that is one part of an object: ``get`` returns the list of them."""
+    return _encode(value, user, _Writer(part=True))
+
+
+def writers(value: Any) -> tuple[int, int] | None:
+    """(rank, world) of the processes that have to put ``value`` together, because it has DTensors; None if it has none.
+    InvalidArgument if its DTensors are not all on the same processes, or this one is not among them."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif sharding.is_dtensor(item):
+            share = sharding.share_of(item)
+            found[tuple(item.device_mesh.mesh.flatten().tolist())] = (share.rank, share.world)
+    if len(found) > 1:
+        raise InvalidArgument(f"the value has DTensors on {len(found)} different meshes: put them one by one")
+    return next(iter(found.values()), None)
+
+
+def _encode(value: Any, user: dict[str, Any] | None, writer: _Writer) -> Encoded:
+    if user is not None:
+        _check_user(user, "meta", 0)
+        if len(_encoder.encode(user)) > _MAX_USER:
+            raise InvalidArgument(f"meta is {len(_encoder.encode(user))} bytes when encoded; at most {_MAX_USER} fit")
     root = writer.node(value, "", 0)
-    document = _encoder.encode(Document(_FORMAT, root))
+    document = _encoder.encode(Document(_FORMAT, root, user, writer.shares))
     if len(document) <= _MAX_META:
         meta = _INLINE + document
     else:
         offset = writer.add(document, len(document))
         meta = _SPILLED + offset.to_bytes(8, "little") + len(document).to_bytes(8, "little")
+    if (writer.shares or writer.part) and writer.nbytes % _PAGE:  # the next part's tensors stay aligned
+        writer.data.append(memoryview(_ZEROS)[: -writer.nbytes % _PAGE])
+        writer.nbytes += -writer.nbytes % _PAGE
     return Encoded(meta, writer.data, writer.nbytes, writer.keep)
 
 
+def _check_user(value: Any, path: str, depth: int) -> None:
+    kind = type(value)
+    if kind is dict and depth < 16:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError(f"{path} has a key of type {type(key).__name__}: {key!r}")
+            _check_user(item, f"{path}[{key!r}]", depth + 1)
+    elif kind in (list, tuple) and depth and depth < 16:
+        for i, item in enumerate(value):
+            _check_user(item, f"{path}[{i}]", depth + 1)
+    elif not depth or kind not in (bool, int, float, str, bytes, type(None)):
+        raise TypeError(f"{path} is a {kind.__qualname__}: it may hold None, bool, int, float, str, bytes, list and dict")
+    elif kind is int and not -(1 << 63) <= value < 1 << 64:
+        raise InvalidArgument(f"{path} does not fit 64 bits")
+
+
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, *, shares: bool = False, plain: bool = True, part: bool = False) -> None:
+        self.shares, self.plain, self.part = shares, plain, part
         self.data: list[Any] = []
         self.keep: list[Any] = []
         self.nbytes = 0
@@ -148,6 +246,8 @@ class _Writer:
 
     def node(self, value: Any, path: str, depth: int) -> Node:
         kind = type(value)
+        if not self.plain and not (isinstance(value, (dict, list, tuple)) or sharding.is_dtensor(value)):
+            return Elsewhere()
         if value is None or kind is bool or kind is float:
             return Scalar(value)
         if kind is int:
@@ -173,6 +273,8 @@ class _Writer:
             return Tuple(tuple(self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)))
         if isinstance(value, np.ndarray):
             return self.array(value, path)
+        if kind is Memory:
+            return Tensor(value.dtype, value.shape, self.add((value.address, value.nbytes), value.nbytes))
         torch = sys.modules.get("torch")  # a tensor cannot exist before torch is imported
         if torch is not None and isinstance(value, torch.Tensor):
             return self.tensor(value, path, torch)
@@ -200,7 +302,28 @@ class _Writer:
         address = value.__array_interface__["data"][0]
         return Array(value.dtype.str, tuple(value.shape), self.add((address, value.nbytes), value.nbytes))
 
+    def sharded(self, value: Any, path: str, torch: Any) -> Node:
+        if self.part:
+            raise TypeError(f"{_at(path)} is a DTensor, which decides by itself who puts which part: give no part=")
+        try:
+            share = sharding.share_of(value)
+        except InvalidArgument as error:
+            raise TypeError(f"{_at(path)} is a DTensor that cannot be put: {error}") from None
+        local = value.to_local()
+        if tuple(local.shape) != share.box.shape:
+            raise TypeError(f"{_at(path)} is a DTensor whose local tensor is {list(local.shape)}, not {share.box.shape}")
+        blocks: tuple[Block, ...] = ()
+        if share.owner and share.box.numel:
+            offset = self.dense(local.trigger_wait() if hasattr(local, "trigger_wait") else local, path, torch).offset
+            blocks = (Block(offset, share.box.runs),)
+        return Sharded(str(value.dtype).removeprefix("torch."), tuple(value.shape), share.layout, blocks)
+
     def tensor(self, value: Any, path: str, torch: Any) -> Node:
+        if sharding.is_dtensor(value):
+            return self.sharded(value, path, torch)
+        return self.dense(value, path, torch)
+
+    def dense(self, value: Any, path: str, torch: Any) -> Tensor:
         dense = dense_tensor(value, path, torch)
         self.keep.append(dense)
         nbytes = dense.numel() * dense.element_size()
@@ -248,11 +371,11 @@ class Decoded:
         document = self._document(meta, read)
         if document.format != _FORMAT:
             raise Corrupt(f"the object has value format {document.format}; this version reads {_FORMAT}")
-        self.root = document.root
+        self.root, self.user, self.shared = document.root, document.user, document.shared
         for leaf in self.leaves():
-            size = leaf_nbytes(leaf)
-            if leaf.offset < 0 or size < 0 or leaf.offset + size > nbytes:
-                raise Corrupt(f"a leaf of {size} bytes at {leaf.offset} leaves its object of {nbytes} bytes")
+            for offset, size in _extents(leaf):
+                if offset < 0 or size < 0 or offset + size > nbytes:
+                    raise Corrupt(f"a leaf of {size} bytes at {offset} leaves its object of {nbytes} bytes")
 
     def _document(self, meta: bytes, read: Callable[[int, int], bytes]) -> Document:
         if not meta:  # put by a program that speaks to the pool in C++: plain bytes
@@ -272,19 +395,40 @@ class Decoded:
 
     def leaves(self) -> Iterator[Leaf]:
         """In the order of their offsets."""
-        stack: list[Node] = [self.root]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, (List, Tuple)):
-                stack.extend(reversed(node.items))
-            elif isinstance(node, Dict):
-                stack.extend(item for _, item in reversed(node.items))
-            elif isinstance(node, (Bytes, Text, Tensor, Array)):
-                yield node
+        return leaves_of(self.root)
 
     def build(self, leaf: Callable[[Leaf], Any]) -> Any:
         """The value, with ``leaf(description)`` in the place of each leaf."""
-        return _build(self.root, leaf)
+        return build(self.root, leaf)
+
+
+def leaves_of(root: Node) -> Iterator[Leaf]:
+    stack: list[Node] = [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (List, Tuple)):
+            stack.extend(reversed(node.items))
+        elif isinstance(node, Dict):
+            stack.extend(item for _, item in reversed(node.items))
+        elif isinstance(node, (Bytes, Text, Tensor, Array, Sharded)):
+            yield node
+
+
+def _extents(leaf: Leaf) -> list[tuple[int, int]]:
+    """(offset, nbytes) of what is stored of a leaf. Corrupt if its description makes no sense."""
+    nbytes = leaf_nbytes(leaf)
+    if not isinstance(leaf, Sharded):
+        return [(leaf.offset, nbytes)]
+    for block in leaf.blocks:
+        if len(block.runs) != len(leaf.shape):
+            raise Corrupt("a block has another number of dimensions than its tensor")
+        for runs, size in zip(block.runs, leaf.shape, strict=True):
+            end = 0
+            for start, length in runs:
+                if start < end or length < 1 or start + length > size:
+                    raise Corrupt(f"a block's run of {length} indices at {start} does not fit a dimension of {size}")
+                end = start + length
+    return [(block.offset, block.box.numel * DTYPES[leaf.dtype]) for block in leaf.blocks]
 
 
 def leaf_nbytes(leaf: Leaf) -> int:
@@ -293,7 +437,7 @@ def leaf_nbytes(leaf: Leaf) -> int:
         return leaf.nbytes
     if len(leaf.shape) > _MAX_NDIM or any(n < 0 for n in leaf.shape):
         raise Corrupt(f"impossible shape {leaf.shape}")
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, (Tensor, Sharded)):
         if leaf.dtype not in DTYPES:
             raise Corrupt(f"unknown dtype {leaf.dtype!r}")
         return math.prod(leaf.shape) * DTYPES[leaf.dtype]
@@ -309,7 +453,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     raise Corrupt(f"unknown numpy dtype {name!r}")
 
 
-def _build(node: Node, leaf: Callable[[Leaf], Any]) -> Any:
+def build(node: Node, leaf: Callable[[Leaf], Any]) -> Any:
+    """The value of ``node``, with ``leaf(description)`` in the place of each leaf."""
     if isinstance(node, Scalar):
         return node.value
     if isinstance(node, BigInt):
@@ -318,11 +463,13 @@ def _build(node: Node, leaf: Callable[[Leaf], Any]) -> Any:
         except ValueError:
             raise Corrupt(f"not a number: {node.digits[:32]!r}") from None
     if isinstance(node, List):
-        return [_build(item, leaf) for item in node.items]
+        return [build(item, leaf) for item in node.items]
     if isinstance(node, Tuple):
-        return tuple(_build(item, leaf) for item in node.items)
+        return tuple(build(item, leaf) for item in node.items)
     if isinstance(node, Dict):
-        return {key: _build(item, leaf) for key, item in node.items}
+        return {key: build(item, leaf) for key, item in node.items}
+    if isinstance(node, Elsewhere):
+        raise Corrupt("a leaf that part 0 should hold is nowhere")
     return leaf(node)
 
 
@@ -330,6 +477,8 @@ def leaf_over(memory: Any, leaf: Leaf) -> Any:
     """The leaf's value over ``memory`` (the whole object, with the buffer protocol): tensors and arrays without a copy
     and keeping ``memory`` alive, bytes and str as copies."""
     nbytes = leaf_nbytes(leaf)
+    if isinstance(leaf, Sharded):
+        raise Corrupt("a tensor in blocks cannot be mapped")
     if isinstance(leaf, Tensor):
         import torch
 

@@ -121,7 +121,10 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   if (options.checksum) call.crc32c = checksum(data);
   call.ttl_ms = options.ttl_ms;
   *asked = true;
-  auto answer = home_link->call<CommitAnswer>(kCommit, call, deadline);
+  // The home says by the deadline which writer did not come.
+  const bool waits = options.parts > 1 && !deadline.is_never();
+  const Deadline until = waits ? Deadline::at_ns(deadline.ns() + 200'000'000) : deadline;
+  auto answer = home_link->call<CommitAnswer>(kCommit, call, until);
   if (!answer.is_ok() || !answer->stored) let_go(reserved);  // no effect on what was committed meanwhile
   if (!answer.is_ok()) {
     // Said before anything was done: a donor that left the pool, or a view that the home does not know yet.

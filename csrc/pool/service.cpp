@@ -69,6 +69,7 @@ Status NodeServiceImpl::start_home() {
   }
   write_view_record(*table_map_, {home_->view(), last.members, last.all});
   strand_.run([this] {
+    home_->at(steady_ns());
     home_->announce(self_.id, announcements());
     view_ = make_view();
     pump();
@@ -202,6 +203,17 @@ void NodeServiceImpl::arm_tick() {
       tick();
       pump();
       arm_tick();
+    });
+  });
+}
+
+// A tick at this moment.
+void NodeServiceImpl::arm_at(int64_t deadline_ns) {
+  engine_->rpc().add_timer(Deadline::at_ns(deadline_ns), [this] {
+    if (closing_) return;
+    strand_.run([this] {
+      tick();
+      pump();
     });
   });
 }

@@ -76,6 +76,7 @@ class NodeServiceImpl final : public NodeService {
   void tick();
   void arm_tick();
   void arm_soon();
+  void arm_at(int64_t deadline_ns);
   Status usable() const;  // not draining, not fenced
 
   // service_put.cpp

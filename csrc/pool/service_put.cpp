@@ -145,6 +145,7 @@ void NodeServiceImpl::on_commit(const rpc::SessionPtr&, CommitCall call, Respond
   if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
   if (const Status s = check_ttl(call.ttl_ms); !s.is_ok()) return responder->fail(s);
   if (const Status s = failpoint("home.commit"); !s.is_ok()) return responder->fail(s);
+  if (call.head.parts > 1) arm_at(deadline_of(call.head.timeout_ms));  // its writers are told in time
   commit(call, [responder](const Result<CommitAnswer>& result) {
     if (result.is_ok()) return responder->ok(encode(*result));
     responder->fail(result.status());

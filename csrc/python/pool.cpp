@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 
 #include "pool/client.h"
+#include "pool/messages.h"
 #include "python/memory.h"
 
 namespace torch_mooncake::python {
@@ -117,6 +118,8 @@ nb::dict stat(PyClient& client, int64_t deadline_ns) {
 void bind_pool(nb::module_& m) {
   m.attr("MAX_KEY_BYTES") = pool::kMaxKeyBytes;
   m.attr("MAX_META_BYTES") = pool::kMaxMetaBytes;
+  m.attr("MAX_PARTS") = pool::kMaxParts;
+  m.attr("MAX_TTL_MS") = pool::kMaxTtlMs;
 
   nb::class_<PyObjectInfo>(m, "Object", "A found version of a key.")
       .def_prop_ro("key", [](PyObjectInfo& o) { return to_bytes(o->info().key); })

@@ -12,6 +12,7 @@ from torch_mooncake import _core
 from torch_mooncake.errors import Corrupt, LayoutMismatch
 from torch_mooncake.tensors import (
     Array,
+    Block,
     Bytes,
     Decoded,
     Dict,
@@ -44,9 +45,7 @@ def describe(client: _core.Client, found: _core.Object, deadline: int) -> Descri
     return Description(_merged(roots, "") if parts[0].shared else List(tuple(roots)), user)
 
 
-def _part(
-    client: _core.Client, found: _core.Object, deadline: int, at: int, nbytes: int, meta: bytes
-) -> Decoded:
+def _part(client: _core.Client, found: _core.Object, deadline: int, at: int, nbytes: int, meta: bytes) -> Decoded:
     def read(offset: int, count: int) -> bytes:
         buffer = bytearray(count)
         client.read(found, at + offset, [buffer], deadline)
@@ -86,16 +85,19 @@ def _merged(nodes: list[Node], path: str) -> Node:
         if not all(isinstance(node, Dict) and [key for key, _ in node.items] == keys for node in nodes):
             raise differ()
         for i, key in enumerate(keys):
-            items.append((key, _merged([node.items[i][1] for node in nodes if isinstance(node, Dict)], f"{path}[{key!r}]")))
+            items.append(
+                (key, _merged([node.items[i][1] for node in nodes if isinstance(node, Dict)], f"{path}[{key!r}]"))
+            )
         return Dict(tuple(items))
     if isinstance(first, (List, Tuple)):
-        if not all(type(node) is type(first) and len(node.items) == len(first.items) for node in nodes):  # type: ignore[union-attr]
+        same = [node.items for node in nodes if type(node) is type(first) and len(node.items) == len(first.items)]
+        if len(same) != len(nodes):
             raise differ()
-        columns = zip(*(node.items for node in nodes if isinstance(node, (List, Tuple))), strict=True)
+        columns = zip(*same, strict=True)
         return type(first)(tuple(_merged(list(column), f"{path}[{i}]") for i, column in enumerate(columns)))
     if isinstance(first, Sharded):
         head = (first.dtype, first.shape, first.layout)
-        blocks = []
+        blocks: list[Block] = []
         for node in nodes:
             if not isinstance(node, Sharded) or (node.dtype, node.shape, node.layout) != head:
                 raise differ()

@@ -334,7 +334,12 @@ class Pool:
         return safetensors_io.import_file(self, path, prefix, **options)
 
     def export_safetensors(
-        self, prefix: str, path: str | os.PathLike[str], *, keys: Sequence[str] | None = None, timeout: float | None = 30
+        self,
+        prefix: str,
+        path: str | os.PathLike[str],
+        *,
+        keys: Sequence[str] | None = None,
+        timeout: float | None = 30,
     ) -> int:
         """Write the tensors under ``prefix`` (of these ``keys``, if given) to a safetensors file, named without it; what
         ``import_safetensors`` kept of the metadata too. The file is there whole or not at all. Returns its bytes.

@@ -34,9 +34,22 @@ _WRITE_BYTES = 64 << 20  # between two looks at the clock
 
 # By the format's names. Absent: those whose elements are not whole bytes in torch's sense (F4, F6_…).
 _TORCH_DTYPE = {
-    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
-    **{"F8_E8M0": "float8_e8m0fnu", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16"},
-    **{"I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64"},
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
     "C64": "complex64",
 }
 _FILE_DTYPE = {torch_name: name for name, torch_name in _TORCH_DTYPE.items()}

@@ -42,8 +42,6 @@ class Share(NamedTuple):
 
     box: Box
     owner: bool  # of several with the same elements (replicas), the one that stores them
-    rank: int  # in the mesh
-    world: int
     layout: str  # the mesh's shape and the placements: the same on all ranks
 
 
@@ -65,17 +63,26 @@ def share_of(tensor: DTensor) -> Share:
 def share(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any]) -> Share:
     """What this process holds of a tensor of ``shape``. InvalidArgument for partial sums, for placements that do not fit
     the mesh or the shape, and in a process that is not in the mesh."""
+    sizes, coordinate = tuple(mesh.shape), _coordinate(mesh)
+    box = box_of(shape, sizes, coordinate, placements)
+    owner = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    return Share(box, owner, f"{'x'.join(map(str, sizes))} {','.join(map(str, placements))}")
+
+
+def rank_in(mesh: DeviceMesh) -> tuple[int, int]:
+    """(rank, world) of this process in the mesh, counted in the order of its dimensions. InvalidArgument if it is not
+    in it."""
+    rank = 0
+    for size, c in zip(mesh.shape, _coordinate(mesh), strict=True):
+        rank = rank * size + c
+    return rank, math.prod(mesh.shape)
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise InvalidArgument("this process is not in the tensor's mesh")
-    sizes = tuple(mesh.shape)
-    box = box_of(shape, sizes, coordinate, placements)
-    owner = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    rank = 0
-    for size, c in zip(sizes, coordinate, strict=True):
-        rank = rank * size + c
-    layout = f"{'x'.join(map(str, sizes))} {','.join(map(str, placements))}"
-    return Share(box, owner, rank, math.prod(sizes), layout)
+    return tuple(coordinate)
 
 
 def box_of(shape: tuple[int, ...], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]) -> Box:

@@ -125,7 +125,7 @@ def _leaves(
             is_tensor(item) or ((is_dict(item) or is_list(item)) and walked(item)) for _, item in children(value)
         )
 
-    stack = [((), Place(root, None, None))]
+    stack: list[tuple[tuple[Any, ...], Place]] = [((), Place(root, None, None))]
     while stack:
         path, place = stack.pop()
         if walked(place.value) or place.container is None:

@@ -185,8 +185,7 @@ def writers(value: Any) -> tuple[int, int] | None:
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
         elif sharding.is_dtensor(item):
-            share = sharding.share_of(item)
-            found[tuple(item.device_mesh.mesh.flatten().tolist())] = (share.rank, share.world)
+            found[tuple(item.device_mesh.mesh.flatten().tolist())] = sharding.rank_in(item.device_mesh)
     if len(found) > 1:
         raise InvalidArgument(f"the value has DTensors on {len(found)} different meshes: put them one by one")
     return next(iter(found.values()), None)
@@ -221,7 +220,9 @@ def _check_user(value: Any, path: str, depth: int) -> None:
         for i, item in enumerate(value):
             _check_user(item, f"{path}[{i}]", depth + 1)
     elif not depth or kind not in (bool, int, float, str, bytes, type(None)):
-        raise TypeError(f"{path} is a {kind.__qualname__}: it may hold None, bool, int, float, str, bytes, list and dict")
+        raise TypeError(
+            f"{path} is a {kind.__qualname__}: it may hold None, bool, int, float, str, bytes, list and dict"
+        )
     elif kind is int and not -(1 << 63) <= value < 1 << 64:
         raise InvalidArgument(f"{path} does not fit 64 bits")
 
@@ -311,7 +312,9 @@ class _Writer:
             raise TypeError(f"{_at(path)} is a DTensor that cannot be put: {error}") from None
         local = value.to_local()
         if tuple(local.shape) != share.box.shape:
-            raise TypeError(f"{_at(path)} is a DTensor whose local tensor is {list(local.shape)}, not {share.box.shape}")
+            raise TypeError(
+                f"{_at(path)} is a DTensor whose local tensor is {list(local.shape)}, not {share.box.shape}"
+            )
         blocks: tuple[Block, ...] = ()
         if share.owner and share.box.numel:
             offset = self.dense(local.trigger_wait() if hasattr(local, "trigger_wait") else local, path, torch).offset

@@ -129,7 +129,7 @@ Result<std::vector<Link::Run>> Link::runs(const std::vector<Piece>& pieces, std:
 }
 
 Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent) {
-  *quiescent = true;  // a mapped copy is over when this returns
+  *quiescent = true;              // a mapped copy is over when this returns
   std::vector<ReadRange> ranges;  // of the extent, one after the other
   for (uint64_t at = 0; const iovec& v : data) {
     ranges.push_back({at, static_cast<std::byte*>(v.iov_base), v.iov_len});

@@ -30,7 +30,8 @@ Result<PutOutcome> ClientImpl::put(std::string_view key, std::string_view meta, 
   if (meta.size() > kMaxMetaBytes)
     return {Code::invalid_argument, "metadata has at most " + std::to_string(kMaxMetaBytes) + " bytes"};
   if (options.label.size() > kMaxLabelBytes || options.group.size() > kMaxLabelBytes)
-    return {Code::invalid_argument, "a version label or group has at most " + std::to_string(kMaxLabelBytes) + " bytes"};
+    return {Code::invalid_argument,
+            "a version label or group has at most " + std::to_string(kMaxLabelBytes) + " bytes"};
   if (options.parts == 0 || options.parts > kMaxParts || options.part >= options.parts)
     return {Code::invalid_argument, "part " + std::to_string(options.part) + " of " + std::to_string(options.parts)};
   if (options.ttl_ms > kMaxTtlMs) return {Code::invalid_argument, "a time to live is at most ten years"};

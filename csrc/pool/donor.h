@@ -128,10 +128,10 @@ class TM_API Donor {
   // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair.
   virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms = 0,
                         int64_t now_ns = 0) = 0;
-  virtual Status finalize(ExtentRef extent) = 0;              // committed -> final
-  virtual Status supersede(ExtentRef extent) = 0;             // changes the generation word; then free() may follow
-  virtual Status free(ExtentRef extent) = 0;                  // limbo while pinned or while the writer may still write
-  virtual void drop_txn(const TxnId& txn) = 0;                // PREPARED parts of an aborted transaction
+  virtual Status finalize(ExtentRef extent) = 0;   // committed -> final
+  virtual Status supersede(ExtentRef extent) = 0;  // changes the generation word; then free() may follow
+  virtual Status free(ExtentRef extent) = 0;       // limbo while pinned or while the writer may still write
+  virtual void drop_txn(const TxnId& txn) = 0;     // PREPARED parts of an aborted transaction
   virtual std::vector<std::pair<TxnId, std::string>> prepared() const = 0;  // (txn, key) still open
   virtual void touch(ExtentRef extent) = 0;                                 // a use, for eviction
   virtual void set_evicted_callback(std::function<void(const Announcement&)> fn) = 0;

@@ -161,10 +161,10 @@ class TM_API Home {
     std::vector<NewSpot> spots;
     int64_t deadline_ns = INT64_MAX;
     Version version;
-    std::optional<Version> only;  // remove, expire
-    uint64_t ttl_ms = 0;          // put: from the flip on; 0: never
+    std::optional<Version> only;     // remove, expire
+    uint64_t ttl_ms = 0;             // put: from the flip on; 0: never
     int64_t expires_ns = INT64_MAX;  // repair
-    std::vector<Candidate> rest;  // repair: the versions below
+    std::vector<Candidate> rest;     // repair: the versions below
   };
   enum class Phase : uint8_t { idle, marking, superseding, aborting };
   struct Busy {

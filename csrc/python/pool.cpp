@@ -46,8 +46,8 @@ PyClient connect(std::string address, std::string token, std::string name, std::
 }
 
 nb::tuple put(PyClient& client, std::string key, nb::bytes meta, nb::sequence data, bool sealed, std::string if_exists,
-              uint32_t replicas, bool replicas_lenient, std::string label, uint32_t part, uint32_t parts, std::string group,
-              bool checksum, uint64_t ttl_ms, int64_t deadline_ns) {
+              uint32_t replicas, bool replicas_lenient, std::string label, uint32_t part, uint32_t parts,
+              std::string group, bool checksum, uint64_t ttl_ms, int64_t deadline_ns) {
   pool::PutOptions options;
   options.kind = sealed ? pool::Kind::sealed : pool::Kind::named;
   if (if_exists == "replace")
@@ -198,8 +198,9 @@ void bind_pool(nb::module_& m) {
                 raise({Code::invalid_argument, "a range to be read is negative or leaves its memory"});
               list.push_back({static_cast<uint64_t>(t.offset), base + t.at, static_cast<uint64_t>(t.nbytes)});
             }
-            check(without_gil(
-                [&] { return c->read_ranges(object.get(), list, {base, nbytes}, deadline_at(deadline_ns)); }));
+            check(without_gil([&] {
+              return c->read_ranges(object.get(), list, {base, nbytes}, deadline_at(deadline_ns));
+            }));
           },
           nb::arg("object"), nb::arg("ranges"), nb::arg("address"), nb::arg("nbytes"), nb::arg("deadline_ns"),
           "(offset in the object, offset in the memory, nbytes) of each, as int64 in native order.")

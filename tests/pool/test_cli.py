@@ -50,6 +50,9 @@ def test_put_get_ls_rm(pool: tm.Pool, tmp_path: Path) -> None:
     cli("rm", "a/file", status=3)
     assert tm.keys() == ["a/stdin", "model"]
 
+    cli("put", "short", str(tmp_path / "in"), "--ttl", "600")
+    assert 0 < json.loads(cli("get", "short", "--json"))["expires_in_s"] <= 600
+
 
 def test_stat_and_doctor(pool: tm.Pool, pool_env: Any) -> None:
     tm.put("k", torch.zeros(1 << 20))

@@ -12,8 +12,9 @@ import numpy as np
 from torch_mooncake.cli import emit, human
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.errors import InvalidArgument
+from torch_mooncake.objects import Description, describe
 from torch_mooncake.pool import Pool
-from torch_mooncake.tensors import Array, Bytes, Decoded, Leaf, Tensor, Text, leaf_nbytes
+from torch_mooncake.tensors import Array, Bytes, Leaf, Sharded, Tensor, Text, build, leaf_nbytes
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     put.add_argument("--sealed", action="store_true", help="the key names its content")
     put.add_argument("--if-exists", choices=("replace", "keep", "error"), default="replace")
     put.add_argument("--version", help="label of this version")
+    put.add_argument("--ttl", type=float, metavar="SECONDS", help="missing after so long")
     put.set_defaults(run=_put)
 
     rm = commands.add_parser("rm", parents=[common], help="delete keys; exit status 3 if one was not there")
@@ -48,33 +50,29 @@ def _pool(args: argparse.Namespace) -> Pool:
     return Pool(args.address, pool=args.pool, name="torch-mooncake", timeout=args.timeout)
 
 
-def _located(pool: Pool, key: str, deadline: int, wait: float | None = None) -> tuple[Any, Any, Decoded]:
+def _located(pool: Pool, key: str, deadline: int, wait: float | None = None) -> tuple[Any, Any, Description]:
     client = pool._client(deadline)
     found = client.locate(key, None, "", deadline) if wait is None else client.wait(key, None, "", deadline_ns(wait))
-
-    def read(offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        client.read(found, offset, [buffer], deadline)
-        return bytes(buffer)
-
-    return client, found, Decoded(found.meta, found.nbytes, read)
+    return client, found, describe(client, found, deadline)
 
 
 def _leaf(leaf: Leaf) -> str:
-    if isinstance(leaf, (Tensor, Array)):
-        kind = "tensor" if isinstance(leaf, Tensor) else "array"
+    if isinstance(leaf, (Tensor, Sharded, Array)):
+        kind = "array" if isinstance(leaf, Array) else "tensor"
         return f"{kind} {leaf.dtype} {list(leaf.shape)}"
     return f"{'bytes' if isinstance(leaf, Bytes) else 'str'} ({leaf.nbytes})"
 
 
-def _describe(decoded: Decoded) -> Any:
+def _describe(description: Description) -> Any:
     """The value with a few words in the place of each leaf; JSON."""
-    return _jsonable(decoded.build(_leaf))
+    return _jsonable(build(description.root, _leaf))
 
 
 def _jsonable(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, bytes):
+        return repr(value)
     return [_jsonable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -89,7 +87,7 @@ def _ls(args: argparse.Namespace) -> None:
         for key, found in zip(keys, pool._client(deadline).locate_many(keys, deadline), strict=True):
             if isinstance(found, Exception):
                 continue  # deleted since it was listed
-            _, found, decoded = _located(pool, key, deadline)
+            description = describe(pool._client(deadline), found, deadline)
             rows.append(
                 {
                     "key": key,
@@ -97,7 +95,7 @@ def _ls(args: argparse.Namespace) -> None:
                     "version": list(found.version),
                     "label": found.label,
                     "sealed": found.sealed,
-                    "value": _describe(decoded),
+                    "value": _describe(description),
                 }
             )
         emit(args, rows, "\n".join(_row(row) for row in rows))
@@ -113,7 +111,7 @@ def _row(row: dict[str, Any]) -> str:
 def _get(args: argparse.Namespace) -> None:
     deadline = deadline_ns(args.timeout)
     with _pool(args) as pool:
-        client, found, decoded = _located(pool, args.key, deadline, args.wait)
+        client, found, description = _located(pool, args.key, deadline, args.wait)
         if args.out is None:
             document = {
                 "key": args.key,
@@ -122,13 +120,15 @@ def _get(args: argparse.Namespace) -> None:
                 "label": found.label,
                 "sealed": found.sealed,
                 "replicas": found.replicas,
-                "value": _describe(decoded),
+                "expires_in_s": None if found.left_ms is None else found.left_ms / 1000,
+                "meta": _jsonable(description.user or {}),
+                "value": _describe(description),
             }
             emit(args, document, "\n".join(f"{name}: {value}" for name, value in document.items()))
             return
-        if not isinstance(decoded.root, (Bytes, Text, Tensor, Array)):
+        leaf = description.root
+        if not isinstance(leaf, (Bytes, Text, Tensor, Array)):
             raise InvalidArgument(f"{args.key} is not one tensor, array, str or bytes: its bytes have no meaning alone")
-        leaf = decoded.root
         data = bytearray(leaf_nbytes(leaf))
         if data:
             client.read(found, leaf.offset, [data], deadline)
@@ -163,6 +163,7 @@ def _put(args: argparse.Namespace) -> None:
             sealed=args.sealed,
             if_exists=args.if_exists,
             version=args.version,
+            ttl_s=args.ttl,
             timeout=args.timeout,
         )
     document = {"version": list(result.version), "stored": result.stored, "nbytes": result.nbytes}

@@ -86,6 +86,27 @@ TEST_CASE("the life of an extent") {
   check(*donor);
 }
 
+TEST_CASE("a time to live stays with the extent: over a restart, not over its reuse") {
+  auto donor = make_donor(4 * MiB);
+  const Reservation r = reserve(*donor, "a", 100);
+  CHECK(donor->commit(r.extent, {1, 1}, {}, 50, 1'000'000'000).is_ok());
+  CHECK(donor->commit(r.extent, {1, 1}, {}, 50, 9'000'000'000).is_ok());  // told twice: counted from the first
+  CHECK(donor->keys("", 10, 1'049'999'999).size() == 1);
+  CHECK(donor->keys("", 10, 1'050'000'000).empty());
+  auto next = attach_donor(donor->held());
+  REQUIRE(next.is_ok());
+  const Announcement a = (*next)->announce().at(0);
+  CHECK(a.ttl_ms == 50);
+  CHECK(a.committed_ns == 1'000'000'000);
+  CHECK((*next)->keys("", 10, 1'050'000'000).empty());
+  CHECK((*next)->free(r.extent).is_ok());
+  const ExtentRef again = put(**next, "b", 100);
+  CHECK(again.index == r.extent.index);
+  CHECK((*next)->announce().at(0).ttl_ms == 0);
+  CHECK((*next)->keys("", 10, INT64_MAX - 1).size() == 1);
+  check(**next);
+}
+
 TEST_CASE("objects of 0 bytes are objects") {
   auto donor = make_donor(MiB);
   const Reservation r = reserve(*donor, "empty", 0);

@@ -757,8 +757,7 @@ std::string violation(uint64_t seed, bool losses, Mutation mutation = Mutation::
       if (!e) return "the directory points at nothing";
       last.value = e->value;
     }
-    if (left != found.places.size())
-      return std::to_string(left) + " extents of " + std::to_string(found.places.size());
+    if (left != found.places.size()) return std::to_string(left) + " extents of " + std::to_string(found.places.size());
     w.history[k].push_back(last);
     std::erase_if(w.history[k], [](const HistoryOp& op) {
       return op.called == INT64_MAX || (op.what == HistoryOp::What::get && op.returned == INT64_MAX);

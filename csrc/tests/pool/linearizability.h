@@ -52,7 +52,8 @@ class LinearizabilityCheck {
   }
   bool written(uint64_t value) const {
     for (size_t i = 0; i < ops_.size(); ++i)
-      if (ops_[i].value == value && (ops_[i].what == HistoryOp::What::put || ops_[i].what == HistoryOp::What::put_if_absent))
+      if (ops_[i].value == value &&
+          (ops_[i].what == HistoryOp::What::put || ops_[i].what == HistoryOp::What::put_if_absent))
         return done_[i];
     return true;
   }

@@ -141,14 +141,14 @@ class Pool:
 
         ``version`` is a label of yours beside the pool's version; ``meta`` a small dict (64 KiB of None, bool, int,
         float, str, bytes, list, dict) that ``info`` tells. ``ttl_s``: the value is missing so many seconds after it
-        became visible. ``replicas=n`` copies on different hosts, or raises; ``"≤n"`` makes do with fewer. Raises TypeError
-        (naming the leaf) for what cannot be put, KeyExists, PoolFull (with the sizes). After DeadlineExceeded the put
-        took effect wholly or not at all.
+        became visible. ``replicas=n`` copies on different hosts, or raises; ``"≤n"`` makes do with fewer. Raises
+        TypeError (naming the leaf) for what cannot be put, KeyExists, PoolFull (with the sizes). After DeadlineExceeded
+        the put took effect wholly or not at all.
 
-        Several writers: ``part=(i, n)`` puts the i-th of n values under one key (``get`` returns the list); a value with
-        a ``DTensor`` is put by all ranks of its mesh, each its shard. The parts become visible together, when the last
-        has come; otherwise none does, and every writer raises. Writers find each other by ``group``, by default the
-        ``version``; ``part=`` needs one of the two, and for a DTensor the n-th put of the key on each rank are one.
+        Several writers: ``part=(i, n)`` puts the i-th of n values under one key (``get`` returns the list); a value
+        with a ``DTensor`` is put by all ranks of its mesh, each its shard. The parts become visible together, when the
+        last has come; otherwise none does, and every writer raises. Writers find each other by ``group``, by default
+        the ``version``; ``part=`` needs one of the two, and for a DTensor the n-th put of the key on each rank are one.
         """
         if parent is not None:
             raise Unsupported("put(parent=) is not built yet: see docs/roadmap.md")
@@ -216,7 +216,7 @@ class Pool:
         ``placements`` and ``mesh``: a DTensor of which this process reads its own share and no other byte, however the
         tensor was put; so does a DTensor in ``out``. Partial placements are InvalidArgument.
         ``consume=True``: take it: of all who do, one gets the value, after the pool has acknowledged that it is gone;
-        who is killed meanwhile leaves it there or gone, never twice. "outcome unknown" in an error: gone or still there.
+        who is killed meanwhile leaves it there or gone, never twice. "outcome unknown" in an error: gone, or not.
         ``version``: a label (KeyNotFound if the current value has another), or a ``PutResult.version`` (at least).
         ``wait``: seconds to wait for the key to appear, then DeadlineExceeded. ``default``: instead of KeyNotFound.
         """
@@ -292,9 +292,9 @@ class Pool:
     # --- many tensors ---
 
     def put_state_dict(self, key: str, state_dict: Mapping[str, Any], **options: Any) -> PutResult:
-        """``put`` a state dict (a model's, an optimizer's, nested ones; values that have a ``state_dict()`` of their own
-        are asked for it) as one object. With DTensors in it, all ranks of their mesh put it, and plain values are rank
-        0's. ``options``: those of ``put``."""
+        """``put`` a state dict (a model's, an optimizer's, nested ones; values that have a ``state_dict()`` are asked
+        for it) as one object. With DTensors in it, all ranks of their mesh put it, and plain values are rank 0's.
+        ``options``: those of ``put``."""
         return self.put(key, state_dicts.resolved(state_dict), **options)
 
     @overload
@@ -341,8 +341,8 @@ class Pool:
         keys: Sequence[str] | None = None,
         timeout: float | None = 30,
     ) -> int:
-        """Write the tensors under ``prefix`` (of these ``keys``, if given) to a safetensors file, named without it; what
-        ``import_safetensors`` kept of the metadata too. The file is there whole or not at all. Returns its bytes.
+        """Write the tensors under ``prefix`` (of these ``keys``, if given) to a safetensors file, named without it, and
+        what ``import_safetensors`` kept of the metadata. The file is there whole or not at all. Returns its bytes.
 
         LayoutMismatch names a key that is not one tensor; Unsupported one whose dtype the format does not have.
         """

@@ -61,8 +61,8 @@ def share_of(tensor: DTensor) -> Share:
 
 
 def share(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any]) -> Share:
-    """What this process holds of a tensor of ``shape``. InvalidArgument for partial sums, for placements that do not fit
-    the mesh or the shape, and in a process that is not in the mesh."""
+    """What this process holds of a tensor of ``shape``. InvalidArgument for partial sums, for placements that do not
+    fit the mesh or the shape, and in a process that is not in the mesh."""
     sizes, coordinate = tuple(mesh.shape), _coordinate(mesh)
     box = box_of(shape, sizes, coordinate, placements)
     owner = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
@@ -110,7 +110,7 @@ def box_of(shape: tuple[int, ...], mesh: Sequence[int], coordinate: Sequence[int
 
 
 def _chunks(n: int, count: int) -> list[tuple[int, int]]:
-    """(start, length) of each of ``count`` pieces of ``n``, as torch.chunk cuts: the last ones may be shorter or empty."""
+    """(start, length) of each of ``count`` pieces of ``n``, as torch.chunk cuts: the last may be shorter or empty."""
     size = -(-n // count)
     return [(min(n, i * size), max(0, min(n, (i + 1) * size) - i * size)) for i in range(count)]
 

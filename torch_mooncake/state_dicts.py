@@ -129,6 +129,6 @@ def _leaves(
     while stack:
         path, place = stack.pop()
         if walked(place.value) or place.container is None:
-            stack.extend((path + (key,), Place(item, place.value, key)) for key, item in children(place.value))
+            stack.extend(((*path, key), Place(item, place.value, key)) for key, item in children(place.value))
         else:
             yield path, place

@@ -221,7 +221,7 @@ class Reader:
             raise LayoutMismatch(f"{where(path)} is a str: out= takes tensors, arrays and bytes")
 
     def plan_tensor(self, leaf: Tensor | Sharded, target: Any, box: sharding.Box) -> None:
-        """Read what ``box`` is of the tensor into ``target``, a tensor of the box's shape and any strides and device."""
+        """Read what ``box`` is of the tensor into ``target``, a tensor of the box's shape, any strides, any device."""
         import torch
 
         target = target.detach()

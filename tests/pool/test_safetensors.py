@@ -104,7 +104,7 @@ HOSTILE = {
     "a list": file_of([]),
     "deep": file_of(b"[" * 100_000),
     "nan": file_of(b'{"a":NaN}'),
-    "twice": file_of(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
+    "twice": file_of(b'{"a":%s,"a":%s}' % (json.dumps(entry()).encode(), json.dumps(entry()).encode()), bytes(8)),
     "metadata": file_of({"__metadata__": {"a": 1}}),
     "a field missing": file_of({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "a field too many": file_of({"a": {**entry(), "x": 1}}, bytes(8)),
@@ -128,11 +128,15 @@ HOSTILE = {
 
 def test_a_malformed_file_is_corrupt_and_puts_nothing(pool: tm.Pool, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
+    accepted = []
     for name, content in HOSTILE.items():
         path.write_bytes(content)
-        with pytest.raises(tm.Corrupt, match=r"x\.safetensors"):
+        try:
             tm.import_safetensors(path, "x/")
-            pytest.fail(f"accepted: {name}")
+            accepted.append(name)
+        except tm.Corrupt as error:
+            assert "x.safetensors" in str(error)  # noqa: PT017
+    assert accepted == []
     assert tm.keys() == []
 
 

@@ -151,7 +151,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.save_id = secrets.token_hex(
             8
-        )  # the coordinator's is that of the save; DCP calls reset() only for a new id
+        )  # DCP calls reset() for a new id only
         if not kwargs.get("use_collectives", True):
             raise Unsupported("a checkpoint in the pool has one head: use_collectives=False cannot make it")
         if is_coordinator and not self.overwrite and exists(self.checkpoint_id, pool=self._given, timeout=self.timeout):

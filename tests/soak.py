@@ -81,11 +81,11 @@ class Soak:
         if chance < 0.01:
             self.count("killed")
             self.replace(way, partner, in_flight=self.rng.random() < 0.5)
-        elif chance < 0.03:
+        elif chance < 0.02 or (partner.stopped and chance < 0.5):
             partner.child.kill(signal.SIGCONT if partner.stopped else signal.SIGSTOP)
             partner.stopped = not partner.stopped
             self.count("stopped or continued")
-        elif chance < 0.04:
+        elif chance < 0.03:
             self.deregister(way)
         else:
             self.transfer(way, partner)
@@ -162,7 +162,7 @@ class Soak:
             if not np.array_equal(got, want):
                 wrong = int((got != want).any(axis=1).sum())
                 raise Lie(f"{way}: {wrong} of {len(got)} pages read are not what was written")
-        if outcome == "PeerLost" and not partner.peer.alive:  # stopped for longer than the heartbeat limit
+        if not partner.peer.alive:  # stopped for longer than the heartbeat limit
             self.replace(way, partner, in_flight=False)
 
     def rest(self) -> dict[str, int]:

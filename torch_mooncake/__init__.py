@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch_mooncake.transfer import Engine as Engine
     from torch_mooncake.transfer import Notification as Notification
     from torch_mooncake.transfer import Op as Op
+    from torch_mooncake.transfer import Pages as Pages
     from torch_mooncake.transfer import Peer as Peer
     from torch_mooncake.transfer import Region as Region
     from torch_mooncake.transfer import RemoteRegion as RemoteRegion
@@ -71,7 +72,7 @@ _EXPORTS = {
     "hardware": ("topology",),
     "pool": ("Info", "Pool", "PutResult", "Version"),
     "shared": ("empty",),
-    "transfer": ("Engine", "Notification", "Op", "Peer", "Region", "RemoteRegion"),
+    "transfer": ("Engine", "Notification", "Op", "Pages", "Peer", "Region", "RemoteRegion"),
     "verbs": (
         *("put", "get", "exists", "delete", "keys", "wait", "stat", "put_many", "get_many"),
         *("info", "put_state_dict", "get_state_dict", "import_safetensors", "export_safetensors"),

@@ -1,9 +1,10 @@
-"""What the ``await`` forms stand on: an eventfd for each event loop (transfers), a small thread pool (the pool's
-verbs). Nothing here runs until the first ``await``."""
+"""What the ``await`` forms stand on: an eventfd for each event loop (transfers, however many engines and ops), a small
+thread pool (the pool's verbs). Nothing here runs until the first ``await``."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch_mooncake._core import EventFd
+from torch_mooncake._core import Completions
 
 R = TypeVar("R")
 
@@ -21,37 +22,36 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopEvents] = WeakKeyDictio
 
 
 class LoopEvents:
-    """The ops that one event loop waits for. Used only on the loop's thread."""
+    """The ends that one event loop waits for. Used only on the loop's thread. No thread waits for them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.fd = EventFd()
-        self.pending: dict[asyncio.Future[None], Any] = {}
-        loop.add_reader(self.fd.fileno(), self._wake)
+        self._completions = Completions()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._tags = itertools.count()
+        loop.add_reader(self._completions.fileno(), self._wake)
 
     def _wake(self) -> None:
-        self.fd.clear()
-        for future, op in list(self.pending.items()):
-            if op.done():
-                self.pending.pop(future, None)
-                if not future.done():
-                    future.set_result(None)
+        for tag in self._completions.take():
+            future = self._waiting.pop(tag, None)
+            if future is not None and not future.done():
+                future.set_result(None)
 
-    async def ended(self, op: Any) -> None:
-        """Return when ``op.done()``. ``op`` signals ``fd`` at its end."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.pending[future] = op
+    async def of(self, watch: Callable[[Completions, int], bool], timeout: float | None = None) -> None:
+        """Return when what ``watch(completions, tag)`` watches has happened, at once if it says False; or after
+        ``timeout`` seconds."""
+        tag = next(self._tags)
+        if not watch(self._completions, tag):
+            return
+        future = self._waiting[tag] = asyncio.get_running_loop().create_future()
         try:
-            if not op.done():  # it may have ended before it was pending; its signal then found nobody
-                await future
+            await asyncio.wait((future,), timeout=timeout)
         finally:
-            self.pending.pop(future, None)
+            self._waiting.pop(tag, None)
 
 
-def events_of_running_loop() -> LoopEvents | None:
-    """The events of the loop that runs on this thread, or None."""
-    loop = asyncio._get_running_loop()
-    if loop is None:
-        return None
+def events_of_running_loop() -> LoopEvents:
+    """The events of the loop that runs on this thread."""
+    loop = asyncio.get_running_loop()
     with _lock:
         events = _loops.get(loop)
         if events is None:

@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import array
 import atexit
-import sys
+import contextlib
 import threading
-from collections.abc import Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from weakref import WeakSet
+import time
+import weakref
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch_mooncake import _core, discovery, profiling
 from torch_mooncake.clock import NEVER, deadline_ns
-from torch_mooncake.errors import InvalidArgument, OutOfBounds
+from torch_mooncake.errors import Closed, DeadlineExceeded, Forked, InvalidArgument, KeyNotFound
 from torch_mooncake.explain import Explanation
+from torch_mooncake.regions import Pages, Region, RegionSlice, RemoteSlice, Tie, bounds, span_of, storage_of
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from torch_mooncake.aio import LoopEvents
     from torch_mooncake.discovery import Publication
 
 
@@ -39,51 +40,6 @@ class Notification(NamedTuple):
     peer_id: bytes
     peer_name: str
     data: bytes
-
-
-class RegionSlice(NamedTuple):
-    region: Region
-    offset: int
-    nbytes: int
-
-
-class RemoteSlice(NamedTuple):
-    region: RemoteRegion
-    offset: int
-    nbytes: int
-
-
-def _bounds(key: slice, nbytes: int) -> tuple[int, int]:
-    """(offset, nbytes) of ``key``; OutOfBounds where a Python list would clamp."""
-    if not isinstance(key, slice) or key.step not in (None, 1):
-        raise InvalidArgument("a region is cut by region[start:stop], in bytes")
-    start = 0 if key.start is None else int(key.start)
-    stop = nbytes if key.stop is None else int(key.stop)
-    if not 0 <= start <= stop <= nbytes:
-        raise OutOfBounds(f"[{start}:{stop}] leaves a region of {nbytes} bytes")
-    return start, stop - start
-
-
-class Region:
-    """Memory of this process that peers may reach. ``region[a:b]`` is a part of it. Made by ``Engine.register``."""
-
-    __slots__ = ("__weakref__", "_core", "_engine", "nbytes", "tensor")
-
-    def __init__(self, core: _core.Region, tensor: Any, engine: Engine) -> None:
-        self._core = core
-        self._engine = engine
-        self.tensor = tensor  # what was registered
-        self.nbytes: int = core.nbytes
-
-    def descriptor(self) -> bytes:
-        """What a peer needs to open this region. It gives no access without a session."""
-        return self._core.descriptor()
-
-    def __getitem__(self, key: slice) -> RegionSlice:
-        return RegionSlice(self, *_bounds(key, self.nbytes))
-
-    def __repr__(self) -> str:
-        return f"<Region {self._core.id} of {self.nbytes} bytes at {self._core.address:#x}>"
 
 
 class RemoteRegion:
@@ -102,7 +58,7 @@ class RemoteRegion:
         return self._core.transport
 
     def __getitem__(self, key: slice) -> RemoteSlice:
-        return RemoteSlice(self, *_bounds(key, self.nbytes))
+        return RemoteSlice(self, *bounds(key, self.nbytes))
 
     def __repr__(self) -> str:
         return f"<RemoteRegion of {self.nbytes} bytes at {self.peer.name}>"
@@ -111,10 +67,11 @@ class RemoteRegion:
 class Peer:
     """Another engine, connected. Made by ``Engine.connect``."""
 
-    __slots__ = ("__weakref__", "_core", "_engine", "address")
+    __slots__ = ("__weakref__", "_closed", "_core", "_engine", "address")
 
     def __init__(self, core: _core.Peer, address: str, engine: Engine) -> None:
         self._core = core
+        self._closed = False
         self._engine = engine
         self.address = address
 
@@ -141,8 +98,14 @@ class Peer:
         return RemoteRegion(self._core.open(descriptor, deadline_ns(timeout)), self)
 
     def close(self) -> None:
-        """End the session. Pending ops fail with Closed."""
+        """Give this handle back: its regions take no new ops. The session is shared by all who connected to that engine
+        and ends with the last handle; pending ops then fail with Closed."""
+        self._closed = True
         self._core.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the peer at {self.address} was closed")
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} at {self.address}{'' if self.alive else ', lost'}>"
@@ -151,11 +114,10 @@ class Peer:
 class Op:
     """One batch of reads or writes with one outcome. ``op.wait()`` or ``await op``."""
 
-    __slots__ = ("__weakref__", "_core", "_events")
+    __slots__ = ("__weakref__", "_core")
 
-    def __init__(self, core: _core.Op, events: LoopEvents | None) -> None:
+    def __init__(self, core: _core.Op) -> None:
         self._core = core
-        self._events = events
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the op is done; raise its error if it failed. DeadlineExceeded if ``timeout`` seconds pass first:
@@ -174,6 +136,7 @@ class Op:
         self._core.cancel()
 
     def __await__(self) -> Generator[Any, None, None]:
+        """Any number of tasks, of any loop, may await an op. One that is cancelled meanwhile cancels the op."""
         return self._ended().__await__()
 
     async def _ended(self) -> None:
@@ -181,10 +144,7 @@ class Op:
 
         if not self._core.done():
             try:
-                if self._events is not None and self._events is aio.events_of_running_loop():
-                    await self._events.ended(self._core)
-                else:
-                    await aio.in_thread(self._core.wait, NEVER)
+                await aio.events_of_running_loop().of(self._core.watch)
             except BaseException:
                 self._core.cancel()  # the task was cancelled
                 raise
@@ -209,6 +169,11 @@ class Op:
         return self._core.transport
 
     @property
+    def peers(self) -> str:
+        """Whom it is with; after a failure, who failed. Names, separated by commas."""
+        return self._core.peers
+
+    @property
     def remote_quiescent(self) -> bool:
         """After the end: no byte of this op can land in the peer's memory any more."""
         return self._core.remote_quiescent
@@ -217,7 +182,7 @@ class Op:
         return f"<Op {self.state}, {self.bytes_done} of {self.nbytes} bytes>"
 
 
-Local: TypeAlias = Region | RegionSlice
+Local: TypeAlias = "Region | RegionSlice | torch.Tensor"
 Remote: TypeAlias = RemoteRegion | RemoteSlice
 Offsets: TypeAlias = "torch.Tensor | Sequence[int] | Any"  # Any: what has a buffer of int64
 
@@ -243,6 +208,8 @@ class Engine:
         lanes: int = 2,
         nics: Sequence[str] | None = None,
         io_threads: int = 2,
+        foreground_rate: int = 0,
+        background_rate: int = 0,
     ) -> None:
         from torch_mooncake.config import Config
 
@@ -259,7 +226,10 @@ class Engine:
             lanes=config.lanes,
             nics=list(config.nics),
             io_threads=config.io_threads,
+            foreground_rate=foreground_rate,
+            background_rate=background_rate,
         )
+        self._ties: dict[int, Tie] = {}  # by region id
         self._publications: list[discovery.Publication] = []
         self._directories: dict[str | int, discovery.Directory] = {}
         self._directories_lock = threading.Lock()
@@ -285,17 +255,57 @@ class Engine:
         """How peers call this engine in messages."""
         return self._core.name
 
-    def register(self, memory: Any, *, readable: bool = True, writable: bool = True, label: str = "") -> Region:
+    def register(
+        self, memory: Any, *, readable: bool = True, writable: bool = True, label: str = "", weak: bool = False
+    ) -> Region:
         """Let peers reach ``memory``: a contiguous CPU tensor, or a writable buffer (numpy array, bytearray).
 
-        The region keeps it alive. Tensors of ``tm.empty(shared=True)`` are recognised and mapped by same-host peers.
+        The region keeps it (of a tensor: its storage) alive until it is deregistered. Regions may overlap and repeat;
+        each is deregistered by itself. Tensors of ``tm.empty(shared=True)`` are recognised: same-host peers map them.
+
+        ``weak``: the region does not keep the tensor, and is deregistered when its storage dies. Only for
+        ``writable=False`` and memory that is not shared: nobody may write, or keep mapped, what can go at any time.
         """
-        address, nbytes, keep = _memory(memory, writable)
-        return Region(self._core.register(address, nbytes, keep, readable, writable, label), memory, self)
+        address, nbytes, keep = span_of(memory, writable)
+        storage = storage_of(memory)
+        tie = Tie(storage, weak) if storage is not None else None
+        if weak and (tie is None or writable):
+            raise InvalidArgument("weak regions are made from tensors, with writable=False")
+        keep = (keep, storage) if storage is not None else keep
+        core = self._core.register(address, nbytes, None if weak else keep, readable, writable, label)
+        if weak and core.shared:
+            self._core.deregister(core, deadline_ns(30))
+            raise InvalidArgument("shared memory cannot be registered weakly: peers map it")
+        if tie is not None:
+            self._ties[core.id] = tie
+        if weak:
+            weakref.finalize(storage, _storage_died, weakref.ref(self), core).atexit = False
+        return Region(core, None if weak else memory, self, tie)
 
     def deregister(self, region: Region, timeout: float | None = 30) -> None:
-        """Return when nobody can read or write the memory any more. Busy at the deadline: it stays in quarantine."""
+        """Return when nobody can read or write the memory any more. Busy (naming who can) at the deadline: it stays in
+        quarantine, kept alive, until they are gone."""
+        self._ties.pop(region._core.id, None)
         self._core.deregister(region._core, deadline_ns(timeout))
+
+    def region_of(self, memory: Any) -> RegionSlice:
+        """The part of a registered region that ``memory`` (a tensor or buffer) lies in: the innermost, newest one.
+
+        KeyNotFound if none covers it, or only regions made from tensors whose storage has died, moved or shrunk since:
+        then the memory is another tensor's now, and peers must not be told that it is still the old one.
+        """
+        address, nbytes, _ = span_of(memory, False)
+        stale = ""
+        while core := self._core.region_at(address, nbytes):
+            region = Region(core, None, self, self._ties.get(core.id))
+            try:
+                region._hold()
+            except KeyNotFound as error:
+                stale = stale or f" any more: {error}"
+                self._core.forget_address(core)
+                continue
+            return RegionSlice(region, address - core.address, nbytes)
+        raise KeyNotFound(f"no region covers the {nbytes} bytes at {address:#x}{stale}")
 
     def connect(self, address: str, timeout: float | None = 30) -> Peer:
         """A session with the engine at ``address``. AuthError, PeerLost, Unsupported (naming the scheme), …"""
@@ -328,42 +338,51 @@ class Engine:
 
     def write(
         self,
-        local: Local | Iterable[tuple[Local, Remote]],
-        remote: Remote | None = None,
+        local: Local | Pages | Iterable[tuple[Local, Remote]],
+        remote: Remote | Pages | None = None,
         *,
         local_offsets: Offsets | None = None,
         remote_offsets: Offsets | None = None,
         nbytes: int | Offsets | None = None,
         timeout: float | None = 30,
         notify: bytes = b"",
+        priority: Literal["foreground", "background"] = "foreground",
     ) -> Op:
-        """Copy local memory into a peer's. Three forms: one pair of slices; a list of pairs; two regions with int64
-        arrays of byte offsets and a size for all or each (100 000 pages are one call).
+        """Copy local memory into a peer's. One call, one op with one outcome, in four forms: a pair of slices; a list
+        of pairs (of several peers, if need be: the first failure stops the rest, and the error names who failed);
+        ``Pages`` and ``Pages``; two regions with int64 arrays of byte offsets and a size for all or each. The last two
+        make no Python object a slice. A registered tensor may stand for its region (see ``region_of``).
 
-        ``notify`` (≤ 64 KiB) is delivered to the peer once, after the data is visible there. Sizes that differ:
-        InvalidArgument; a slice that leaves its region: OutOfBounds, and nothing is written.
+        ``notify`` (≤ 64 KiB) is delivered to each peer once, after its data is visible there. ``priority``: background
+        ops yield to foreground ones. Sizes that differ: InvalidArgument; a slice that leaves its region: OutOfBounds,
+        and nothing is written.
         """
         if profiling.active():
             with profiling.span("write", ""):
-                return self._transfer(True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
-        return self._transfer(True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
+                return self._transfer(
+                    True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority
+                )
+        return self._transfer(True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority)
 
     def read(
         self,
-        local: Local | Iterable[tuple[Local, Remote]],
-        remote: Remote | None = None,
+        local: Local | Pages | Iterable[tuple[Local, Remote]],
+        remote: Remote | Pages | None = None,
         *,
         local_offsets: Offsets | None = None,
         remote_offsets: Offsets | None = None,
         nbytes: int | Offsets | None = None,
         timeout: float | None = 30,
         notify: bytes = b"",
+        priority: Literal["foreground", "background"] = "foreground",
     ) -> Op:
         """Copy a peer's memory into local memory: the local destination comes first. Forms and errors as ``write``."""
         if profiling.active():
             with profiling.span("read", ""):
-                return self._transfer(False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
-        return self._transfer(False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify)
+                return self._transfer(
+                    False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority
+                )
+        return self._transfer(False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority)
 
     def _transfer(
         self,
@@ -375,34 +394,103 @@ class Engine:
         nbytes: Any,
         timeout: float | None,
         notify: bytes,
+        priority: str,
     ) -> Op:
         deadline = deadline_ns(timeout)
-        events = _running_loop_events()
-        event = events.fd if events else None
+        background = priority == "background"
+        if not background and priority != "foreground":
+            raise InvalidArgument(f'priority is "foreground" or "background", not {priority!r}')
         if local_offsets is not None or remote_offsets is not None:
             if not isinstance(local, Region) or not isinstance(remote, RemoteRegion):
                 raise InvalidArgument("with offsets, give a whole Region and a whole RemoteRegion")
             if local_offsets is None or remote_offsets is None or nbytes is None:
                 raise InvalidArgument("local_offsets, remote_offsets and nbytes go together")
             arrays = [_int64(local_offsets), _int64(remote_offsets), _int64(nbytes)]
-            core = self._core.transfer_offsets(
-                write, local._core, arrays[0], remote._core, arrays[1], arrays[2], deadline, notify, event
+            remote.peer._check_open()
+            return Op(
+                self._core.transfer_offsets(
+                    write, local._core, arrays[0], remote._core, arrays[1], arrays[2], deadline, notify, background,
+                    local._hold(),
+                )
+            )  # fmt: skip
+        if remote is None:
+            keep: list[Any] = []
+            items = [self._pair(*pair, keep) for pair in local]
+            return Op(self._core.transfer_list(write, items, deadline, notify, background, keep or None))
+        if isinstance(local, Pages) or isinstance(remote, Pages):
+            return self._pages(write, local, remote, deadline, notify, background)
+        keep = []
+        pair = self._pair(local, remote, keep)
+        return Op(self._core.transfer_one(write, *pair, deadline, notify, background, keep or None))
+
+    def _pages(self, write: bool, local: Any, remote: Any, deadline: int, notify: bytes, background: bool) -> Op:
+        if not isinstance(local, Pages) or not isinstance(remote, Pages):
+            raise InvalidArgument("Pages go with Pages, on both sides")
+        if local.nbytes != remote.nbytes:
+            raise InvalidArgument(f"local pages of {local.nbytes} bytes do not match remote ones of {remote.nbytes}")
+        ids = local.id_array(), remote.id_array()
+        counts = [len(i) if i is not None else side.count for i, side in zip(ids, (local, remote), strict=True)]
+        count = counts[0] if counts[0] is not None else counts[1]
+        if count is None or (counts[1] is not None and counts[1] != count):
+            raise InvalidArgument(f"{counts[0]} local pages do not match {counts[1]} remote ones")
+        keep: list[Any] = []
+        locals_ = [self._local(base, keep) for base in local.base_list()]
+        remotes = [_remote(base) for base in remote.base_list()]
+        strides = [side.nbytes if side.stride is None else side.stride for side in (local, remote)]
+        return Op(
+            self._core.transfer_pages(
+                write, [(base.region._core, base.offset, base.nbytes) for base in locals_], ids[0], strides[0],
+                [(base.region._core, base.offset, base.nbytes) for base in remotes], ids[1], strides[1],
+                count, local.nbytes, deadline, notify, background, keep or None,
             )
-        elif remote is not None:
-            core = self._core.transfer_one(write, *_pair(local, remote), deadline, notify, event)
-        else:
-            core = self._core.transfer_list(write, [_pair(*pair) for pair in local], deadline, notify, event)
-        return Op(core, events)
+        )  # fmt: skip
+
+    def _pair(self, local: Any, remote: Any, keep: list[Any]) -> tuple[_core.Region, int, _core.RemoteRegion, int, int]:
+        """A pair of slices as ``_core`` takes it; ``keep`` gets what the op has to keep alive besides the region."""
+        local = self._local(local, keep)
+        remote = _remote(remote)
+        if local.nbytes != remote.nbytes:
+            raise InvalidArgument(f"{local.nbytes} local bytes do not match {remote.nbytes} remote bytes")
+        return local.region._core, local.offset, remote.region._core, remote.offset, local.nbytes
+
+    def _local(self, local: Any, keep: list[Any]) -> RegionSlice:
+        if isinstance(local, Region):
+            local = RegionSlice(local, 0, local.nbytes)
+        elif not isinstance(local, RegionSlice):
+            if storage_of(local) is None:
+                raise InvalidArgument(f"expected Region, region[a:b] or registered tensor, not {type(local).__name__}")
+            local = self.region_of(local)
+        if (hold := local.region._hold()) is not None:
+            keep.append(hold)
+        return local
 
     def next_notification(self, timeout: float | None = None) -> Notification:
         """The next notification of any peer. DeadlineExceeded if none comes within ``timeout`` seconds."""
         return Notification(*self._core.next_notification(deadline_ns(timeout)))
 
     async def anext_notification(self, timeout: float | None = None) -> Notification:
-        """``await`` form of ``next_notification``; holds one thread of the library's pool while it waits."""
+        """``await`` form of ``next_notification``. No thread waits."""
         from torch_mooncake import aio
 
-        return await aio.in_thread(self.next_notification, timeout)
+        events = aio.events_of_running_loop()
+        deadline = deadline_ns(timeout)
+        while True:
+            try:
+                return Notification(*self._core.next_notification(0))
+            except DeadlineExceeded:
+                left = None if timeout is None else (deadline - time.monotonic_ns()) / 1e9
+                if left is not None and left <= 0:
+                    raise
+            await events.of(self._core.watch_notifications, left)
+
+    async def notifications(self) -> AsyncIterator[Notification]:
+        """``async for note in engine.notifications()``: each notification of any peer, until the engine is closed."""
+        while True:
+            try:
+                note = await self.anext_notification()
+            except Closed:
+                return
+            yield note
 
     def transport_for(self, peer: Peer | RemoteRegion) -> str:
         """What carries bytes between here and there: for a region exactly; for a peer, memory that is not shared."""
@@ -446,19 +534,22 @@ class Engine:
         self.close()
 
 
-def _pair(local: Any, remote: Any) -> tuple[_core.Region, int, _core.RemoteRegion, int, int]:
-    if isinstance(local, Region):
-        local = RegionSlice(local, 0, local.nbytes)
+def _remote(remote: Any) -> RemoteSlice:
     if isinstance(remote, RemoteRegion):
         remote = RemoteSlice(remote, 0, remote.nbytes)
-    if not isinstance(local, RegionSlice) or not isinstance(remote, RemoteSlice):
-        raise InvalidArgument(
-            f"expected (Region or region[a:b], RemoteRegion or remote[a:b]), got "
-            f"({type(local).__name__}, {type(remote).__name__})"
-        )
-    if local.nbytes != remote.nbytes:
-        raise InvalidArgument(f"{local.nbytes} local bytes do not match {remote.nbytes} remote bytes")
-    return local.region._core, local.offset, remote.region._core, remote.offset, local.nbytes
+    elif not isinstance(remote, RemoteSlice):
+        raise InvalidArgument(f"expected RemoteRegion or remote[a:b], not {type(remote).__name__}")
+    remote.region.peer._check_open()
+    return remote
+
+
+def _storage_died(engine: weakref.ref[Engine], core: _core.Region) -> None:
+    """The storage of a weak region is going: nobody may read its memory from now on."""
+    if (alive := engine()) is None:
+        return
+    alive._ties.pop(core.id, None)
+    with contextlib.suppress(Closed, Forked):
+        alive._core.deregister(core, deadline_ns(30))
 
 
 def _int64(values: Any) -> Any:
@@ -473,32 +564,7 @@ def _int64(values: Any) -> Any:
     return values
 
 
-def _memory(memory: Any, writable: bool) -> tuple[int, int, Any]:
-    """(address, nbytes, what keeps it) of a tensor or buffer."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(memory, torch.Tensor):
-        if memory.device.type != "cpu" or memory.layout is not torch.strided or not memory.is_contiguous():
-            raise InvalidArgument(
-                f"only contiguous CPU tensors can be registered, not {memory.layout} on {memory.device}"
-                f"{'' if memory.layout is not torch.strided or memory.is_contiguous() else ' with strides'}"
-            )
-        return memory.data_ptr(), memory.numel() * memory.element_size(), memory
-    try:
-        pinned = _core.Pinned(memory, writable)
-    except (TypeError, BufferError, ValueError) as error:
-        raise InvalidArgument(f"cannot register a {type(memory).__name__}: {error}") from None
-    return pinned.address, pinned.nbytes, pinned
-
-
-def _running_loop_events() -> LoopEvents | None:
-    if "asyncio.events" not in sys.modules or sys.modules["asyncio.events"]._get_running_loop() is None:
-        return None
-    from torch_mooncake import aio
-
-    return aio.events_of_running_loop()
-
-
-_engines: WeakSet[Engine] = WeakSet()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def live_engines() -> list[Engine]:

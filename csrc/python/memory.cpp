@@ -1,9 +1,5 @@
 #include "python/memory.h"
 
-#include <sys/eventfd.h>
-
-#include "python/event.h"
-
 namespace torch_mooncake::python {
 
 namespace {
@@ -48,11 +44,6 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("address", &Pinned::address)
       .def_prop_ro("nbytes", &Pinned::nbytes)
       .def_prop_ro("read_only", &Pinned::read_only);
-
-  nb::class_<EventFd>(m, "EventFd", "An eventfd that ops signal at their end, for an event loop to watch.")
-      .def(nb::init<>())
-      .def("fileno", &EventFd::fileno)
-      .def("clear", &EventFd::clear);
 }
 
 }  // namespace torch_mooncake::python

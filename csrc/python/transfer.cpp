@@ -1,42 +1,23 @@
 // Engine, regions, peers and ops. The Python classes of torch_mooncake/transfer.py stand on these.
 
-#include <nanobind/ndarray.h>
+#include "python/transfer.h"
+
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 
 #include <cmath>
 
 #include "memory/shared_heap.h"
-#include "python/event.h"
-#include "transfer/engine.h"
 
 namespace torch_mooncake::python {
 
 namespace {
 
-using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-struct PyRegion : Held<Region> {
-  using Held::Held;
-};
-struct PyRemoteRegion : Held<RemoteRegion> {
-  using Held::Held;
-};
-struct PyPeer : Held<Peer> {
-  using Held::Held;
-};
-struct PyOp : Held<Op> {
-  PyOp(OpPtr op, std::string peer_name) : Held(std::move(op)), peer(std::move(peer_name)) {}
-  std::string peer;
-};
-struct PyEngine : Held<Engine> {
-  using Held::Held;
-};
-
 constexpr const char* kEngineCapsule = "torch_mooncake.Engine";
 
 PyEngine make_engine(std::vector<std::string> listen, std::string token, std::vector<std::string> transports,
                      std::string host_id, std::string name, std::string role, int lanes, int io_threads,
-                     std::vector<std::string> nics) {
+                     std::vector<std::string> nics, uint64_t foreground_rate, uint64_t background_rate) {
   EngineOptions options;
   options.rpc.name = std::move(name);
   options.rpc.role = std::move(role);
@@ -47,6 +28,8 @@ PyEngine make_engine(std::vector<std::string> listen, std::string token, std::ve
   options.transports = std::move(transports);
   options.lanes = lanes;
   options.nics = std::move(nics);
+  options.foreground_rate = foreground_rate;
+  options.background_rate = background_rate;
   return PyEngine(unwrap(without_gil([&] { return Engine::create(std::move(options)); })));
 }
 
@@ -56,106 +39,6 @@ PyRegion register_memory(PyEngine& engine, uint64_t address, uint64_t nbytes, nb
   auto* data = reinterpret_cast<void*>(address);
   // The engine itself recognises memory of the shared heap.
   return PyRegion(unwrap(without_gil([&] { return engine->register_memory(data, nbytes, std::move(options)); })));
-}
-
-struct Submit {
-  bool write;
-  int64_t deadline_ns;
-  nb::bytes notify;
-  EventFd* event;
-};
-
-PyOp submit(PyEngine& engine, std::vector<Slice> slices, const std::string& peer, const Submit& how) {
-  OpOptions options;
-  options.deadline = deadline_at(how.deadline_ns);
-  options.notify = to_string(how.notify);
-  if (how.event) options.on_end = [fd = how.event->shared()](const Status&) { EventFd::signal(*fd); };
-  return PyOp(unwrap(without_gil([&] {
-                return how.write ? engine->write(std::move(slices), std::move(options))
-                                 : engine->read(std::move(slices), std::move(options));
-              })),
-              peer);
-}
-
-const std::string& peer_name(const PyRemoteRegion& remote) { return remote->peer()->identity().name; }
-
-// Offsets and sizes are caller's numbers: a negative one is out of bounds, not 2^64 - n.
-uint64_t unsigned_or_raise(int64_t value, const char* what) {
-  if (value < 0) raise({Code::out_of_bounds, std::string(what) + " is negative: " + std::to_string(value)});
-  return static_cast<uint64_t>(value);
-}
-
-PyOp transfer_one(PyEngine& engine, bool write, PyRegion& local, int64_t local_offset, PyRemoteRegion& remote,
-                  int64_t remote_offset, int64_t nbytes, int64_t deadline_ns, nb::bytes notify, EventFd* event) {
-  std::vector<Slice> slices{{local.get(), unsigned_or_raise(local_offset, "local offset"), remote.get(),
-                             unsigned_or_raise(remote_offset, "remote offset"), unsigned_or_raise(nbytes, "nbytes")}};
-  return submit(engine, std::move(slices), peer_name(remote), {write, deadline_ns, std::move(notify), event});
-}
-
-// items: (local, local offset, remote, remote offset, nbytes).
-PyOp transfer_list(PyEngine& engine, bool write, nb::list items, int64_t deadline_ns, nb::bytes notify,
-                   EventFd* event) {
-  std::vector<Slice> slices;
-  slices.reserve(nb::len(items));
-  std::string peer;
-  for (nb::handle item : items) {
-    auto& local = nb::cast<PyRegion&>(item[0]);
-    auto& remote = nb::cast<PyRemoteRegion&>(item[2]);
-    if (slices.empty()) peer = peer_name(remote);
-    slices.push_back({local.get(), unsigned_or_raise(nb::cast<int64_t>(item[1]), "local offset"), remote.get(),
-                      unsigned_or_raise(nb::cast<int64_t>(item[3]), "remote offset"),
-                      unsigned_or_raise(nb::cast<int64_t>(item[4]), "nbytes")});
-  }
-  return submit(engine, std::move(slices), peer, {write, deadline_ns, std::move(notify), event});
-}
-
-// One slice for each pair of offsets; `sizes` has one element for all, or one for each.
-PyOp transfer_offsets(PyEngine& engine, bool write, PyRegion& local, Offsets local_offsets, PyRemoteRegion& remote,
-                      Offsets remote_offsets, Offsets sizes, int64_t deadline_ns, nb::bytes notify, EventFd* event) {
-  const size_t n = local_offsets.shape(0);
-  if (remote_offsets.shape(0) != n || (sizes.shape(0) != n && sizes.shape(0) != 1))
-    raise({Code::invalid_argument, "local_offsets has " + std::to_string(n) + " elements, remote_offsets " +
-                                       std::to_string(remote_offsets.shape(0)) + ", nbytes " +
-                                       std::to_string(sizes.shape(0))});
-  std::vector<Slice> slices;
-  slices.reserve(n);
-  const size_t step = sizes.shape(0) == 1 ? 0 : 1;
-  const int64_t *from = local_offsets.data(), *to = remote_offsets.data(), *size = sizes.data();
-  for (size_t i = 0; i < n; ++i)
-    slices.push_back({local.get(), unsigned_or_raise(from[i], "local offset"), remote.get(),
-                      unsigned_or_raise(to[i], "remote offset"), unsigned_or_raise(size[i * step], "nbytes")});
-  return submit(engine, std::move(slices), peer_name(remote), {write, deadline_ns, std::move(notify), event});
-}
-
-void wait_op(PyOp& op, int64_t deadline_ns) {
-  if (!op->ended()) {
-    Status waited = in_slices(deadline_at(deadline_ns), [&](Deadline slice) {
-      Status status = op->wait(slice);
-      return op->ended() ? Status() : status;
-    });
-    if (!op->ended())
-      raise(
-          {Code::deadline_exceeded, "the wait is over and the operation goes on (" + std::to_string(op->bytes_done()) +
-                                        " of " + std::to_string(op->nbytes()) + " bytes)"},
-          op.peer, op->bytes_done());
-  }
-  if (Status status = op->status(); !status) raise(status, op.peer, op->bytes_done());
-}
-
-const char* state_name(OpState state) {
-  switch (state) {
-    case OpState::pending:
-      return "pending";
-    case OpState::done:
-      return "done";
-    case OpState::failed:
-      return "failed";
-    case OpState::timeout:
-      return "timeout";
-    case OpState::cancelled:
-      return "cancelled";
-  }
-  return "unknown";
 }
 
 nb::dict facts_of(const std::vector<std::pair<std::string, Fact>>& facts) {
@@ -301,6 +184,7 @@ void bind_transfer(nb::module_& m) {
       .def_prop_ro("nbytes", [](PyRegion& r) { return r->nbytes(); })
       .def_prop_ro("address", [](PyRegion& r) { return reinterpret_cast<uint64_t>(r->data()); })
       .def_prop_ro("id", [](PyRegion& r) { return r->id(); })
+      .def_prop_ro("shared", [](PyRegion& r) { return r->shared(); })
       .def_prop_ro("generation", [](PyRegion& r) { return r->generation(); })
       .def("descriptor", [](PyRegion& r) { return to_bytes(r->descriptor()); });
 
@@ -327,20 +211,12 @@ void bind_transfer(nb::module_& m) {
           nb::arg("descriptor"), nb::arg("deadline_ns"))
       .def("close", [](PyPeer& p) { without_gil([&] { p->close(); }); });
 
-  nb::class_<PyOp>(m, "Op")
-      .def("done", [](PyOp& op) { return op->ended(); })
-      .def("wait", &wait_op, nb::arg("deadline_ns"))
-      .def("cancel", [](PyOp& op) { without_gil([&] { op->cancel(); }); })
-      .def_prop_ro("state", [](PyOp& op) { return state_name(op->state()); })
-      .def_prop_ro("nbytes", [](PyOp& op) { return op->nbytes(); })
-      .def_prop_ro("bytes_done", [](PyOp& op) { return op->bytes_done(); })
-      .def_prop_ro("transport", [](PyOp& op) { return op->transport(); })
-      .def_prop_ro("remote_quiescent", [](PyOp& op) { return op->remote_quiescent(); });
-
-  nb::class_<PyEngine>(m, "Engine")
+  nb::class_<PyEngine> engine(m, "Engine");
+  bind_ops(m, engine);
+  engine
       .def_static("create", &make_engine, nb::kw_only(), nb::arg("listen"), nb::arg("token"), nb::arg("transports"),
                   nb::arg("host_id"), nb::arg("name"), nb::arg("role"), nb::arg("lanes"), nb::arg("io_threads"),
-                  nb::arg("nics"))
+                  nb::arg("nics"), nb::arg("foreground_rate"), nb::arg("background_rate"))
       .def_static(
           "from_capsule", [](nb::capsule capsule) { return PyEngine(from_capsule<Engine>(capsule, kEngineCapsule)); },
           nb::arg("capsule"))
@@ -355,6 +231,16 @@ void bind_transfer(nb::module_& m) {
           nb::arg("address"))
       .def("register", &register_memory, nb::arg("address"), nb::arg("nbytes"), nb::arg("keep").none(),
            nb::arg("readable"), nb::arg("writable"), nb::arg("label"))
+      .def(
+          "region_at",
+          [](PyEngine& e, uint64_t address, uint64_t nbytes) -> std::optional<PyRegion> {
+            auto region = e->region_at(reinterpret_cast<void*>(address), nbytes);
+            if (!region) return std::nullopt;
+            return PyRegion(std::move(region));
+          },
+          nb::arg("address"), nb::arg("nbytes"))
+      .def(
+          "forget_address", [](PyEngine& e, PyRegion& region) { e->forget_address(region.get()); }, nb::arg("region"))
       .def(
           "deregister",
           [](PyEngine& e, PyRegion& region, int64_t deadline_ns) {
@@ -373,14 +259,6 @@ void bind_transfer(nb::module_& m) {
             return PyPeer(std::move(result).value());
           },
           nb::arg("address"), nb::arg("deadline_ns"))
-      .def("transfer_one", &transfer_one, nb::arg("write"), nb::arg("local"), nb::arg("local_offset"),
-           nb::arg("remote"), nb::arg("remote_offset"), nb::arg("nbytes"), nb::arg("deadline_ns"), nb::arg("notify"),
-           nb::arg("event").none())
-      .def("transfer_list", &transfer_list, nb::arg("write"), nb::arg("items"), nb::arg("deadline_ns"),
-           nb::arg("notify"), nb::arg("event").none())
-      .def("transfer_offsets", &transfer_offsets, nb::arg("write"), nb::arg("local"), nb::arg("local_offsets"),
-           nb::arg("remote"), nb::arg("remote_offsets"), nb::arg("sizes"), nb::arg("deadline_ns"), nb::arg("notify"),
-           nb::arg("event").none())
       .def(
           "next_notification",
           [](PyEngine& e, int64_t deadline_ns) {

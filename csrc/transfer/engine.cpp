@@ -4,6 +4,7 @@
 #include "common/log.h"
 #include "memory/shared_heap.h"
 #include "transfer/engine_impl.h"
+#include "transfer/group.h"
 #include "transfer/process_vm/endpoint.h"
 #include "transfer/shm/endpoint.h"
 #include "transfer/tcp/endpoint.h"
@@ -38,7 +39,14 @@ class NothingOp final : public Op {
   uint64_t bytes_done() const override { return 0; }
   bool remote_quiescent() const override { return true; }
   std::string transport() const override { return ""; }
+  std::string peers() const override { return ""; }
+  bool watch(std::shared_ptr<OpWatcher>, uint64_t) override { return false; }
 };
+
+PeerImplPtr impl_of(const PeerPtr& peer) {
+  if (auto* handle = dynamic_cast<const PeerHandle*>(peer.get())) return handle->impl();
+  return std::static_pointer_cast<PeerImpl>(peer);
+}
 
 }  // namespace
 
@@ -48,6 +56,7 @@ EngineImpl::EngineImpl(EngineOptions options, NicFilter nics, std::unique_ptr<rp
       notes_(std::make_shared<NotificationQueue>(callbacks_)),
       rpc_(std::move(rpc)),
       regions_(std::make_shared<RegionTable>(rpc_->self().engine)),
+      pacer_(std::make_shared<Pacer>(*rpc_, options_.foreground_rate, options_.background_rate)),
       host_rails_(std::move(nics), [this] { rails_changed(); }) {}
 
 Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
@@ -191,6 +200,12 @@ Result<RegionPtr> EngineImpl::register_segment(const std::shared_ptr<Segment>& s
                     std::move(options));
 }
 
+RegionPtr EngineImpl::region_at(const void* address, uint64_t nbytes) const { return regions_->at(address, nbytes); }
+
+void EngineImpl::forget_address(const RegionPtr& region) {
+  if (auto impl = std::dynamic_pointer_cast<RegionImpl>(region)) regions_->forget_address(*impl);
+}
+
 void EngineImpl::revoke_mapped(const RegionImplPtr& region) {
   for (auto& peer : peers())
     for (auto grant : peer->grants().mapped_on(*region))
@@ -299,27 +314,31 @@ std::vector<PeerImplPtr> EngineImpl::peers() const {
 
 Result<PeerPtr> EngineImpl::connect(const std::string& address, Deadline deadline) {
   TM_TRY(usable());
-  TM_ASSIGN(auto session, rpc_->connect(address, deadline));
-  auto made = peer(session);
-  auto lanes = session->lanes();
+  PeerImplPtr made;
+  PeerPtr handle;
+  while (!handle) {  // the session that is there may be closing: then dial again
+    TM_ASSIGN(auto session, rpc_->connect(address, deadline));
+    made = peer(session);
+    handle = made->make_handle();
+    if (!handle && deadline.expired()) return Status(Code::closed, made->name() + " is being closed");
+  }
+  auto lanes = made->session()->lanes();
   bool leaves_host = std::any_of(lanes.begin(), lanes.end(), [](auto& lane) {
     auto host = IpAddress::parse(lane->rail().remote);
     return host && !host->is_loopback();
   });
-  if (leaves_host && !session->same_host() && allows("tcp")) host_rails_.start();
+  if (leaves_host && !made->same_host() && allows("tcp")) host_rails_.start();
   TM_TRY(made->ensure_features(deadline));
   // Where lanes are the way, open them now: the other side, which cannot, may want to send first.
   auto* streams = made->endpoint<StreamEndpoint>();
   if (streams && made->best_transport() == streams->name()) TM_TRY(streams->open_lanes(deadline));
-  return PeerPtr(made);
+  return PeerPtr(std::move(handle));
 }
 
-std::string EngineImpl::transport_for(const PeerPtr& peer) const {
-  return static_cast<const PeerImpl&>(*peer).best_transport();
-}
+std::string EngineImpl::transport_for(const PeerPtr& peer) const { return impl_of(peer)->best_transport(); }
 
 PeerExplanation EngineImpl::explain(const PeerPtr& peer) const {
-  auto out = static_cast<const PeerImpl&>(*peer).explain();
+  auto out = impl_of(peer)->explain();
   for (auto option : kOptions) {
     if (allows(option)) continue;
     std::string why = "not among the transports this engine allows";
@@ -361,24 +380,21 @@ Status EngineImpl::check_bounds(const Batch& batch, size_t first) const {
 }
 
 Status EngineImpl::check(Direction direction, std::span<const Batch> batches) const {
-  Peer* peer = nullptr;
   size_t first = 0;
   for (auto& batch : batches) {
-    auto bad = [&](Code code, const std::string& what) {
-      return Status(code, "slice " + std::to_string(first) + ": " + what);
+    auto bad = [&](const std::string& what) {
+      return Status(Code::invalid_argument, "slice " + std::to_string(first) + ": " + what);
     };
-    if (!batch.local || !batch.remote) return bad(Code::invalid_argument, "no region given");
+    if (!batch.local || !batch.remote) return bad("no region given");
     auto& local = static_cast<RegionImpl&>(*batch.local);
     auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
-    if (local.engine() != id()) return bad(Code::invalid_argument, "the local region belongs to another engine");
-    if (peer == nullptr) peer = remote.peer().get();
-    if (peer != remote.peer().get()) return bad(Code::invalid_argument, "an op has one peer, this is a second one");
+    if (local.engine() != id()) return bad("the local region belongs to another engine");
+    if (&static_cast<PeerImpl&>(*remote.peer()).engine() != this)
+      return bad("the remote region was opened by another engine");
     TM_TRY(check_bounds(batch, first));
     TM_TRY(remote.reachable(direction, local.kind()));
     first += batch.extents.size();
   }
-  if (peer && &static_cast<PeerImpl*>(peer)->engine() != this)
-    return {Code::invalid_argument, "the remote regions were opened by another engine"};
   return {};
 }
 
@@ -388,22 +404,49 @@ Result<OpPtr> EngineImpl::transfer(Direction direction, std::vector<Batch> batch
     return Status(Code::invalid_argument,
                   "a notification holds at most 64 KiB, not " + std::to_string(options.notify.size()) + " bytes");
   TM_TRY(check(direction, batches));
-  auto peer = batches.empty() ? options.peer : batches.front().remote->peer();
+  PeerImplPtr peer;
+  if (!batches.empty())
+    peer = std::static_pointer_cast<PeerImpl>(batches.front().remote->peer());
+  else if (options.peer)
+    peer = impl_of(options.peer);
   if (!peer) {
     if (!options.notify.empty())
       return Status(Code::invalid_argument, "an empty list with a notification needs OpOptions::peer");
     return OpPtr(std::make_shared<NothingOp>(std::move(options), *callbacks_));
   }
-  auto impl = std::static_pointer_cast<PeerImpl>(peer);
-  if (!impl->alive()) return impl->session()->status().with(impl->name());
-  auto op = std::make_shared<OpImpl>(std::move(impl), direction, std::move(batches), std::move(options));
+  for (auto& batch : batches)
+    if (batch.remote->peer() != peer) return transfer_to_many(direction, std::move(batches), std::move(options));
+  if (!peer->alive()) return peer->session()->status().with(peer->name());
+  auto op = std::make_shared<OpImpl>(std::move(peer), direction, std::move(batches), std::move(options));
   TM_TRY(op->start());
   return OpPtr(op);
+}
+
+Result<OpPtr> EngineImpl::transfer_to_many(Direction direction, std::vector<Batch> batches, OpOptions options) {
+  std::map<PeerPtr, std::vector<Batch>> by_peer;
+  for (auto& batch : batches) {
+    auto peer = batch.remote->peer();
+    by_peer[peer].push_back(std::move(batch));
+  }
+  std::vector<OpImplPtr> members;
+  for (auto& [peer, its] : by_peer) {
+    auto impl = std::static_pointer_cast<PeerImpl>(peer);
+    if (!impl->alive()) return impl->session()->status().with(impl->name());
+    OpOptions each{.deadline = options.deadline, .priority = options.priority, .notify = options.notify};
+    members.push_back(std::make_shared<OpImpl>(std::move(impl), direction, std::move(its), std::move(each)));
+  }
+  auto group = std::make_shared<GroupOp>(std::move(members), std::move(options), callbacks_);
+  group->start();
+  return OpPtr(group);
 }
 
 Result<Notification> EngineImpl::next_notification(Deadline deadline) {
   if (getpid() != pid_) return usable();
   return notes_->pop(deadline);
+}
+
+bool EngineImpl::watch_notifications(std::shared_ptr<OpWatcher> watcher, uint64_t tag) {
+  return getpid() == pid_ && notes_->watch(std::move(watcher), tag);
 }
 
 // ---- Counters, end
@@ -428,6 +471,7 @@ void EngineImpl::close() {
   host_rails_.stop();
   auto everybody = peers();
   for (auto& peer : everybody) peer->stop_ops(why);
+  pacer_->stop();
   mover_.stop();  // copies stop at their next step
   auto soon = Deadline::after_ms(1000);
   for (auto& peer : everybody) peer->release_all(soon);

@@ -43,6 +43,9 @@ enum class Direction : uint8_t { read, write };
 enum class MemoryKind : uint8_t { host, file, cuda };
 inline constexpr int kMemoryKinds = 3;
 
+// Who goes first. Background ops yield to foreground ones in every transport, and are not starved.
+enum class Priority : uint8_t { foreground, background };
+
 struct EngineOptions {
   rpc::EndpointOptions rpc{};
   std::vector<std::string> listen{};  // empty: connects only
@@ -53,6 +56,8 @@ struct EngineOptions {
   // Which NICs: globs of names ("eth*", "!docker*") and networks ("10.0.0.0/8"); empty: all but container bridges.
   std::vector<std::string> nics{};
   uint64_t slice_bytes = 1 << 20;  // 256 KiB .. 4 MiB
+  // The most that ops of a priority, begun here, read and write together, in bytes/s. 0: no limit.
+  uint64_t foreground_rate = 0, background_rate = 0;
 };
 
 struct RegionOptions {
@@ -70,6 +75,7 @@ class TM_API Region {
   virtual std::byte* data() const = 0;  // the first byte, where the kind has an address (a file has none)
   virtual uint64_t nbytes() const = 0;
   virtual uint64_t id() const = 0;
+  virtual bool shared() const = 0;          // in a shared segment, which same-host peers map
   virtual uint64_t generation() const = 0;  // random start, never repeats within an engine
   virtual std::string descriptor()
       const = 0;  // versioned bytes: engine, id, generation, nbytes, rights, access records
@@ -111,10 +117,18 @@ enum class OpState : uint8_t { pending, done, failed, timeout, cancelled };
 
 struct OpOptions {
   Deadline deadline = Deadline::after_ms(Deadline::kDefaultMs);
-  std::string notify{};                         // delivered to the target once, after the data is visible; <= 64 KiB
+  Priority priority = Priority::foreground;
+  std::string notify{};                         // to each target once, after its data is visible; <= 64 KiB
   std::shared_ptr<Peer> peer{};                 // who gets the notification of an op with an empty list
   std::shared_ptr<void> keep{};                 // dropped at the op's end, outside the engine's threads
   std::function<void(const Status&)> on_end{};  // engine callback thread, once
+};
+
+// Told of ends and arrivals (an event loop's). Called on any thread, the engine's among them: must not block.
+class OpWatcher {
+ public:
+  virtual ~OpWatcher() = default;
+  virtual void op_ended(uint64_t tag) = 0;
 };
 
 class TM_API Op {
@@ -130,6 +144,9 @@ class TM_API Op {
   virtual uint64_t bytes_done() const = 0;
   virtual bool remote_quiescent() const = 0;  // after the end: no bytes of this op can land remotely any more
   virtual std::string transport() const = 0;
+  virtual std::string peers() const = 0;  // whom it is with; after a failure, who failed
+  // Calls watcher->op_ended(tag) at the end, once. False: it has ended already, and nobody is called.
+  virtual bool watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) = 0;
 };
 using OpPtr = std::shared_ptr<Op>;
 
@@ -143,6 +160,8 @@ class TM_API Peer {
   // Checks a descriptor with its owner (one round trip, cached) and picks a path. Descriptor of another engine:
   // invalid_argument; of a region that is gone: key_not_found … with the region's label.
   virtual Result<RemoteRegionPtr> open(std::string_view descriptor, Deadline deadline) = 0;
+  // Of a peer that connect() gave: gives this handle back; the session ends with its last handle. The session is shared
+  // by all who connected to the same engine. Of one that peer_of() gave: ends the session for everybody.
   virtual void close() = 0;
 };
 using PeerPtr = std::shared_ptr<Peer>;
@@ -195,6 +214,10 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   // capacity, before that has grown so far: whoever hands out slices of it keeps them within size().
   virtual Result<RegionPtr> register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset, uint64_t nbytes,
                                              RegionOptions options) = 0;
+  // A live region that covers those bytes, the innermost and newest first; null if none does. O(log n).
+  virtual RegionPtr region_at(const void* address, uint64_t nbytes) const = 0;
+  // region_at() finds it no more (its memory may belong to somebody else now). Otherwise it lives on.
+  virtual void forget_address(const RegionPtr& region) = 0;
   // No new access from now on; returns when no byte can land or be read any more, else `busy` naming the peer.
   virtual Status deregister(const RegionPtr& region, Deadline deadline) = 0;
 
@@ -207,13 +230,16 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   // Which path carries what to and from that peer, and why not a better one.
   virtual PeerExplanation explain(const PeerPtr& peer) const = 0;
 
-  // All remote slices of one op belong to one peer. All or nothing is not promised for the bytes, only for the
-  // outcome. An empty list is done at once (the notification is still delivered).
+  // Slices of several peers make one op with one outcome: the first failure stops the rest. All or nothing is not
+  // promised for the bytes, only for the outcome. An empty list is done at once (the notification is still delivered).
   virtual Result<OpPtr> transfer(Direction direction, std::vector<Batch> batches, OpOptions options) = 0;
   Result<OpPtr> write(std::vector<Slice> slices, OpOptions options);
   Result<OpPtr> read(std::vector<Slice> slices, OpOptions options);
 
   virtual Result<Notification> next_notification(Deadline deadline) = 0;
+  // Calls watcher->op_ended(tag) when a notification arrives or the engine is closed, once. False: next_notification()
+  // has something to say already.
+  virtual bool watch_notifications(std::shared_ptr<OpWatcher> watcher, uint64_t tag) = 0;
   // Instead of the queue: called on the callback thread for each notification.
   virtual void on_notification(std::function<void(Notification)> fn) = 0;
 

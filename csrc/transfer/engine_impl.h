@@ -12,6 +12,7 @@
 
 #include "transfer/metrics.h"
 #include "transfer/notification_queue.h"
+#include "transfer/pacer.h"
 #include "transfer/peer.h"
 #include "transfer/region_table.h"
 #include "transfer/tcp/host_rails.h"
@@ -29,6 +30,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Result<RegionPtr> register_memory(void* data, uint64_t nbytes, RegionOptions options) override;
   Result<RegionPtr> register_segment(const std::shared_ptr<Segment>& segment, uint64_t offset, uint64_t nbytes,
                                      RegionOptions options) override;
+  RegionPtr region_at(const void* address, uint64_t nbytes) const override;
+  void forget_address(const RegionPtr& region) override;
   Status deregister(const RegionPtr& region, Deadline deadline) override;
   Result<PeerPtr> connect(const std::string& address, Deadline deadline) override;
   PeerPtr peer_of(const rpc::SessionPtr& session) override { return peer(session); }
@@ -36,6 +39,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   PeerExplanation explain(const PeerPtr& peer) const override;
   Result<OpPtr> transfer(Direction direction, std::vector<Batch> batches, OpOptions options) override;
   Result<Notification> next_notification(Deadline deadline) override;
+  bool watch_notifications(std::shared_ptr<OpWatcher> watcher, uint64_t tag) override;
   void on_notification(std::function<void(Notification)> fn) override { notes_->set_handler(std::move(fn)); }
   rpc::Endpoint& rpc() override { return *rpc_; }
   Result<std::string> listen(const std::string& address) override;
@@ -53,6 +57,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Result<RegionPtr> add_region(RegionTable::Place place, RegionOptions options);
   const std::shared_ptr<NotificationQueue>& notes() const { return notes_; }
   const std::shared_ptr<Worker>& callbacks() const { return callbacks_; }
+  Pacer& pacer() { return *pacer_; }
   Worker& mover() { return mover_; }
   // Dials lanes. Rails take different threads, so that one that is silent does not hold up the others.
   Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
@@ -72,6 +77,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   void rails_changed();
   void attach();
   Status check(Direction direction, std::span<const Batch> batches) const;
+  Result<OpPtr> transfer_to_many(Direction direction, std::vector<Batch> batches, OpOptions options);
   Status check_bounds(const Batch& batch, size_t first) const;
   void revoke_mapped(const RegionImplPtr& region);
   void check_held();
@@ -83,6 +89,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::shared_ptr<NotificationQueue> notes_;
   std::unique_ptr<rpc::Endpoint> rpc_;
   std::shared_ptr<RegionTable> regions_;  // shared with drains that may outlive us
+  std::shared_ptr<Pacer> pacer_;
   Worker mover_{"tm-mover"};
   std::array<Worker, 4> repair_{Worker("tm-repair-0"), Worker("tm-repair-1"), Worker("tm-repair-2"),
                                 Worker("tm-repair-3")};

@@ -5,15 +5,27 @@
 namespace torch_mooncake::transfer {
 
 void NotificationQueue::push(Notification note) {
-  std::lock_guard lock(mutex_);
-  if (closed_) return;
-  ++count_;
-  if (handler_) {
-    callbacks_->post([fn = handler_, note = std::move(note)]() mutable { (*fn)(std::move(note)); });
-    return;
+  std::vector<Watchers::Entry> watchers;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    ++count_;
+    if (handler_) {
+      callbacks_->post([fn = handler_, note = std::move(note)]() mutable { (*fn)(std::move(note)); });
+      return;
+    }
+    notes_.push_back(std::move(note));
+    arrived_.notify_one();
+    watchers = watchers_.take();
   }
-  notes_.push_back(std::move(note));
-  arrived_.notify_one();
+  for (auto& watcher : watchers) watcher.tell();
+}
+
+bool NotificationQueue::watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || !notes_.empty()) return false;
+  watchers_.add(std::move(watcher), tag);
+  return true;
 }
 
 Result<Notification> NotificationQueue::pop(Deadline deadline) {
@@ -43,10 +55,15 @@ void NotificationQueue::set_handler(std::function<void(Notification)> fn) {
 }
 
 void NotificationQueue::close() {
-  std::lock_guard lock(mutex_);
-  closed_ = true;
-  handler_ = nullptr;
-  arrived_.notify_all();
+  std::vector<Watchers::Entry> watchers;
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    handler_ = nullptr;
+    arrived_.notify_all();
+    watchers = watchers_.take();
+  }
+  for (auto& watcher : watchers) watcher.tell();
 }
 
 uint64_t NotificationQueue::count() const {

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "transfer/engine.h"
+#include "transfer/watchers.h"
 #include "transfer/worker.h"
 
 namespace torch_mooncake::transfer {
@@ -18,6 +19,7 @@ class NotificationQueue {
   Result<Notification> pop(Deadline deadline);  // deadline_exceeded or closed
   // From now on `fn` gets them, on the callback thread; those that wait already as well.
   void set_handler(std::function<void(Notification)> fn);
+  bool watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag);  // see Engine::watch_notifications
   void close();
   uint64_t count() const;
 
@@ -26,6 +28,7 @@ class NotificationQueue {
   mutable std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<Notification> notes_;
+  Watchers watchers_;
   std::shared_ptr<std::function<void(Notification)>> handler_;
   bool closed_ = false;
   uint64_t count_ = 0;

@@ -99,6 +99,21 @@ OpImpl::OpImpl(PeerImplPtr peer, Direction direction, std::vector<Batch> batches
 
 OpImpl::~OpImpl() = default;
 
+OpState state_of(const Status& outcome) {
+  switch (outcome.code()) {
+    case Code::ok:
+      return OpState::done;
+    case Code::deadline_exceeded:
+      return OpState::timeout;
+    case Code::cancelled:
+      return OpState::cancelled;
+    default:
+      return OpState::failed;
+  }
+}
+
+std::string OpImpl::peers() const { return peer_->identity().name; }
+
 OpState OpImpl::state() const { return state_.load(std::memory_order_acquire); }
 
 Status OpImpl::status() const {
@@ -119,7 +134,9 @@ Status OpImpl::acquire_regions() {
   for (size_t i = 0; i < used_.size(); ++i) {
     if (used_[i]->usage().acquire(peer_->name())) continue;
     for (size_t taken = 0; taken < i; ++taken) used_[taken]->usage().release(peer_->name());
-    return {Code::closed, used_[i]->name() + " was deregistered"};
+    Status status(Code::closed, used_[i]->name() + " was deregistered");
+    used_.clear();
+    return status;
   }
   return {};
 }
@@ -128,8 +145,16 @@ Status OpImpl::start() {
   TM_TRY(acquire_regions());
   peer_->track(this, true);
   peer_->engine().metrics().op_began();
-  submit_all();
-  part_done(nullptr, {});
+  sort_by_path();
+  begun_ = true;
+  auto& pacer = peer_->engine().pacer();
+  if (pacer.begin(options_.priority, nbytes_)) {
+    submit(batches_);
+    part_done(nullptr, {});
+  } else {
+    unsubmitted_ = nbytes_;
+    pacer.enqueue(shared_from_this());
+  }
   if (!ended() && !options_.deadline.is_never()) {
     uint64_t timer = peer_->engine().rpc().add_timer(options_.deadline, [weak = weak_from_this()] {
       if (auto op = weak.lock()) op->stop({Code::deadline_exceeded, "its deadline passed"});
@@ -140,24 +165,18 @@ Status OpImpl::start() {
   return {};
 }
 
-// One submit() for each path; a list too long for one message is cut.
-void OpImpl::submit_all() {
-  auto endpoint_of = [this](const Batch& batch) {
-    return static_cast<RemoteRegionImpl&>(*batch.remote).path(direction_, batch.local->kind()).endpoint;
-  };
+TransportEndpoint* OpImpl::endpoint_of(const Batch& batch) const {
+  return static_cast<RemoteRegionImpl&>(*batch.remote).path(direction_, batch.local->kind()).endpoint;
+}
+
+void OpImpl::sort_by_path() {
   auto before = [&](const Batch& a, const Batch& b) { return std::less<>{}(endpoint_of(a), endpoint_of(b)); };
   if (!std::is_sorted(batches_.begin(), batches_.end(), before))
     std::stable_sort(batches_.begin(), batches_.end(), before);
-  auto self = shared_from_this();
-  auto submit = [&](TransportEndpoint& endpoint, std::span<const Batch> batches) {
-    if (endpoint.name() != last_transport_) {
-      std::lock_guard lock(mutex_);
-      last_transport_ = endpoint.name();
-      transport_ += (transport_.empty() ? "" : "+") + last_transport_;
-    }
-    endpoint.submit(self, batches);
-  };
-  auto rest = std::span<const Batch>(batches_);
+}
+
+// One submit() for each path; a list too long for one message is cut.
+void OpImpl::submit(std::span<const Batch> rest) {
   while (!rest.empty()) {
     auto* endpoint = endpoint_of(rest.front());
     size_t count = 0, extents = 0;
@@ -166,7 +185,7 @@ void OpImpl::submit_all() {
       extents += rest[count++].extents.size();
     if (count < rest.size()) one_submit_ = false;
     if (count > 0) {
-      submit(*endpoint, rest.first(count));
+      submit_to(*endpoint, rest.first(count));
       rest = rest.subspan(count);
       continue;
     }
@@ -174,18 +193,87 @@ void OpImpl::submit_all() {
     for (size_t at = 0; at < all.size(); at += kMaxPieces) {
       auto end = all.begin() + std::min(all.size(), at + kMaxPieces);
       Batch some{rest.front().local, rest.front().remote, {all.begin() + at, end}};
-      submit(*endpoint, {&some, 1});
+      submit_to(*endpoint, {&some, 1});
     }
     rest = rest.subspan(1);
   }
 }
+
+void OpImpl::submit_to(TransportEndpoint& endpoint, std::span<const Batch> batches) {
+  if (auto name = endpoint.name(); name != last_transport_) {
+    std::lock_guard lock(mutex_);
+    last_transport_ = std::move(name);
+    if (transport_.find(last_transport_) == std::string::npos)
+      transport_ += (transport_.empty() ? "" : "+") + last_transport_;
+  }
+  endpoint.submit(shared_from_this(), batches);
+}
+
+// ---- In instalments, by the pacer
+
+// The next `nbytes` of the list.
+std::vector<Batch> OpImpl::cut(uint64_t nbytes) {
+  std::vector<Batch> out;
+  while (nbytes > 0) {
+    auto& batch = batches_[next_batch_];
+    Batch some{batch.local, batch.remote, {}};
+    for (; nbytes > 0 && next_extent_ < batch.extents.size();) {
+      auto& e = batch.extents[next_extent_];
+      uint64_t n = std::min(nbytes, e.nbytes - next_byte_);
+      some.extents.push_back({e.local_offset + next_byte_, e.remote_offset + next_byte_, n});
+      nbytes -= n;
+      next_byte_ += n;
+      if (next_byte_ < e.nbytes) break;
+      next_byte_ = 0;
+      ++next_extent_;
+    }
+    if (next_extent_ == batch.extents.size()) {
+      ++next_batch_;
+      next_extent_ = 0;
+    }
+    out.push_back(std::move(some));
+  }
+  return out;
+}
+
+bool OpImpl::submit_instalment(uint64_t nbytes) {
+  unsubmitted_ -= nbytes;
+  bool more = unsubmitted_ > 0;
+  auto some = cut(nbytes);
+  uint32_t id;
+  {
+    std::lock_guard lock(mutex_);
+    id = ++last_instalment_;
+    instalments_.push_back({id, nbytes, 1});
+    if (more) one_submit_ = false;
+  }
+  submit(some);
+  uint64_t over;
+  {
+    std::lock_guard lock(mutex_);
+    over = leave_instalment(id);
+  }
+  if (over) peer_->engine().pacer().instalment_over(options_.priority, over);
+  return more && !stopping();
+}
+
+uint64_t OpImpl::leave_instalment(uint32_t id) {
+  auto it = std::find_if(instalments_.begin(), instalments_.end(), [&](auto& i) { return i.id == id; });
+  if (it == instalments_.end() || --it->parts > 0) return 0;
+  uint64_t nbytes = it->nbytes;
+  instalments_.erase(it);
+  return nbytes;
+}
+
+// ---- Parts
 
 void OpImpl::add(PartPtr part) {
   Status why;
   {
     std::lock_guard lock(mutex_);
     ++parts_left_;
-    parts_.push_back(part);
+    parts_.push_back({part, last_instalment_});
+    if (!instalments_.empty() && instalments_.back().id == last_instalment_) ++instalments_.back().parts;
     if (!stopping_) return;
     why = failure_;
   }
@@ -201,21 +289,24 @@ std::string OpImpl::take_notify() {
 
 void OpImpl::part_done(const PartPtr& part, const Status& status) {
   if (!status.is_ok()) stop(status);
+  uint64_t over = 0;
+  bool last;
   {
     std::lock_guard lock(mutex_);
     if (part) {
-      auto it = std::find(parts_.begin(), parts_.end(), part);
+      auto it = std::find_if(parts_.begin(), parts_.end(), [&](auto& live) { return live.part == part; });
       if (it == parts_.end()) return;
+      over = leave_instalment(it->instalment);
       parts_.erase(it);
     }
-    if (--parts_left_ > 0) return;
-    if (!failure_.is_ok() || options_.notify.empty()) {
+    last = --parts_left_ == 0;
+    if (last && (!failure_.is_ok() || options_.notify.empty()))
       ending_ = true;
-    } else {
+    else if (last)
       notifying_ = true;
-    }
   }
-  finish_parts();
+  if (over) peer_->engine().pacer().instalment_over(options_.priority, over);
+  if (last) finish_parts();
 }
 
 void OpImpl::finish_parts() {
@@ -232,7 +323,7 @@ void OpImpl::finish_parts() {
 }
 
 void OpImpl::stop(const Status& why) {
-  std::vector<PartPtr> parts;
+  std::vector<LivePart> parts;
   bool end_now = false;
   {
     std::lock_guard lock(mutex_);
@@ -243,7 +334,8 @@ void OpImpl::stop(const Status& why) {
     if (notifying_) end_now = ending_ = true;  // all bytes are there; whether the notification is, nobody knows
   }
   if (end_now) return end(why);
-  for (auto& part : parts) part->stop(why);
+  for (auto& live : parts) live.part->stop(why);
+  if (unsubmitted_ > 0) peer_->engine().pacer().stopped();
 }
 
 Status OpImpl::stop_reason() const {
@@ -259,10 +351,7 @@ void OpImpl::cancel() {
 // Everything of this op is at rest: publish the outcome, let go of the memory.
 void OpImpl::end(const Status& status) {
   for (auto* region : used_) region->usage().release(peer_->name());
-  auto state = status.is_ok()                             ? OpState::done
-               : status.code() == Code::deadline_exceeded ? OpState::timeout
-               : status.code() == Code::cancelled         ? OpState::cancelled
-                                                          : OpState::failed;
+  auto state = state_of(status);
   Status final = status.is_ok() ? status : status.with(describe());
   uint64_t timer;
   {
@@ -273,7 +362,10 @@ void OpImpl::end(const Status& status) {
   }
   auto& engine = peer_->engine();
   if (timer) engine.rpc().cancel_timer(timer);
-  engine.metrics().op_ended(direction_ == Direction::write, transport_, nbytes_, steady_ns() - began_ns_, state);
+  if (begun_) {
+    engine.metrics().op_ended(direction_ == Direction::write, transport_, nbytes_, steady_ns() - began_ns_, state);
+    engine.pacer().over(options_.priority);
+  }
   peer_->track(this, false);
   struct Rest {
     std::vector<Batch> batches;
@@ -285,24 +377,48 @@ void OpImpl::end(const Status& status) {
       Rest{std::move(batches_), std::move(options_.keep), std::move(options_.on_end), std::move(final)});
   auto callbacks = engine.callbacks();  // from here on the engine may go
   bool on_caller = this_thread() == starter_ && !rest->on_end;
-  state_.store(state, std::memory_order_release);
+  std::vector<Watchers::Entry> watchers;
+  {
+    std::lock_guard lock(mutex_);
+    state_.store(state, std::memory_order_release);
+    watchers = watchers_.take();
+  }
   if (!on_caller) {
     callbacks->post([rest = std::move(rest)] {
       if (rest->on_end) rest->on_end(rest->status);
     });
   }
   ended_.set();
+  for (auto& watcher : watchers) watcher.tell();
+}
+
+void OpImpl::refuse(const Status& why) {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(ending_, true)) return;
+  }
+  end(why);
+}
+
+bool OpImpl::watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) {
+  std::lock_guard lock(mutex_);
+  if (ended()) return false;
+  watchers_.add(std::move(watcher), tag);
+  return true;
+}
+
+void OpImpl::help() {
+  if (ended()) return;
+  std::vector<LivePart> parts;
+  {
+    std::lock_guard lock(mutex_);
+    parts = parts_;
+  }
+  for (auto& live : parts) live.part->help();
 }
 
 Status OpImpl::wait(Deadline deadline) {
-  if (!ended()) {
-    std::vector<PartPtr> parts;
-    {
-      std::lock_guard lock(mutex_);
-      parts = parts_;
-    }
-    for (auto& part : parts) part->help();
-  }
+  help();
   if (!ended_.wait(deadline))
     return {Code::deadline_exceeded, describe() + ": not over yet when the wait's deadline passed"};
   return status();

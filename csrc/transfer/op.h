@@ -11,6 +11,7 @@
 #include <span>
 
 #include "transfer/transport.h"
+#include "transfer/watchers.h"
 #include "transfer/worker.h"
 
 namespace torch_mooncake::transfer {
@@ -30,6 +31,8 @@ class Event {
   std::atomic<uint32_t> word_{kClear};
 };
 
+OpState state_of(const Status& outcome);
+
 class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
  public:
   OpImpl(std::shared_ptr<PeerImpl> peer, Direction direction, std::vector<Batch> batches, OpOptions options);
@@ -43,9 +46,20 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   uint64_t bytes_done() const override { return bytes_done_.load(std::memory_order_relaxed); }
   bool remote_quiescent() const override { return remote_quiescent_.load(std::memory_order_acquire); }
   std::string transport() const override;
+  std::string peers() const override;
+  bool watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) override;
 
-  // Takes leave to touch the local regions, groups the batches by path and submits them. Called once, by the engine.
+  // Takes leave to touch the local regions, groups the batches by path and submits them, or has the pacer do it. Called
+  // once, by the engine. On an error nothing has begun.
   Status start();
+  void refuse(const Status& why);  // ends an op whose start() failed
+  void help();                     // a thread that is about to wait does queued work itself
+
+  // --- For the pacer, which holds the op open from start() to all_submitted().
+  Priority priority() const { return options_.priority; }
+  uint64_t unsubmitted() const { return unsubmitted_; }
+  bool submit_instalment(uint64_t nbytes);  // false: that was the last
+  void all_submitted() { part_done(nullptr, {}); }
 
   // --- For transports.
   void add(PartPtr part);
@@ -65,8 +79,23 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   std::string take_notify();
 
  private:
+  // What was submitted at once: some bytes, and the parts that still carry them.
+  struct Instalment {
+    uint32_t id;
+    uint64_t nbytes;
+    int parts;
+  };
+  struct LivePart {
+    PartPtr part;
+    uint32_t instalment;  // 0: the op was submitted whole
+  };
   Status acquire_regions();
-  void submit_all();
+  void sort_by_path();
+  TransportEndpoint* endpoint_of(const Batch& batch) const;
+  void submit(std::span<const Batch> batches);
+  void submit_to(TransportEndpoint& endpoint, std::span<const Batch> batches);
+  std::vector<Batch> cut(uint64_t nbytes);
+  uint64_t leave_instalment(uint32_t id);  // with the mutex; the bytes of the instalment if this was its last part
   void finish_parts();
   void end(const Status& status);
   std::string describe() const;
@@ -80,14 +109,20 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   int64_t grace_ns_ = 0;
   std::string transport_;  // all that were used; the last of them
   std::string last_transport_;
-  bool one_submit_ = true;
+  bool one_submit_ = true, begun_ = false;
+  std::atomic<uint64_t> unsubmitted_{0};  // and where the rest begins
+  size_t next_batch_ = 0, next_extent_ = 0;
+  uint64_t next_byte_ = 0;
   std::vector<RegionImpl*> used_;  // local regions in use, each once
   const uint64_t starter_;         // thread that called write() or read()
 
   mutable std::mutex mutex_;
-  std::vector<PartPtr> parts_;
-  int parts_left_ = 1;  // one for start() itself
-  Status failure_;      // first failure or reason to stop
+  std::vector<LivePart> parts_;
+  int parts_left_ = 1;  // one for start() or the pacer
+  std::vector<Instalment> instalments_;
+  uint32_t last_instalment_ = 0;  // being submitted, or submitted last
+  Watchers watchers_;
+  Status failure_;  // first failure or reason to stop
   bool notifying_ = false, ending_ = false;
   uint64_t timer_ = 0;
 

@@ -285,6 +285,35 @@ void PeerImpl::close() {
   session_->close(why);
 }
 
+std::shared_ptr<Peer> PeerImpl::make_handle() {
+  std::lock_guard lock(mutex_);
+  if (handles_closed_) return nullptr;
+  ++handles_;
+  return std::make_shared<PeerHandle>(shared_from_this());
+}
+
+void PeerImpl::drop_handle(bool last_closes) {
+  {
+    std::lock_guard lock(mutex_);
+    if (--handles_ > 0 || !last_closes) return;
+    handles_closed_ = true;
+  }
+  close();
+}
+
+PeerHandle::~PeerHandle() {
+  if (!closed_) impl_->drop_handle(false);
+}
+
+void PeerHandle::close() {
+  if (!closed_.exchange(true)) impl_->drop_handle(true);
+}
+
+Result<RemoteRegionPtr> PeerHandle::open(std::string_view descriptor, Deadline deadline) {
+  if (closed_) return Status(Code::closed, "this peer was closed");
+  return impl_->open(descriptor, deadline);
+}
+
 void PeerImpl::session_over(const Status& why) {
   for (auto& endpoint : endpoints_) endpoint->session_over(why);
   stop_ops(why);

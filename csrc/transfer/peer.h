@@ -64,6 +64,8 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   void notify(const std::string& data, std::function<void(const Status&)> done);
   void forget_remote(const OpenedRegion& region);  // a RemoteRegion is gone: tell the owner
   void track(OpImpl* op, bool live);
+  std::shared_ptr<Peer> make_handle();  // null: the last handle was just closed, and the session with it
+  void drop_handle(bool close);
 
   void on_hello(rpc::Message request, rpc::Responder responder);
   void on_open(rpc::Message request, rpc::Responder responder);
@@ -92,8 +94,28 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   std::unordered_map<uint32_t, std::weak_ptr<RemoteRegionImpl>> by_grant_;
   std::unordered_map<OpImpl*, std::weak_ptr<OpImpl>> ops_;
   bool over_ = false;
+  int handles_ = 0;
+  bool handles_closed_ = false;
 };
 using PeerImplPtr = std::shared_ptr<PeerImpl>;
+
+// What connect() gives: one user's share of a session that others may use as well.
+class PeerHandle final : public Peer {
+ public:
+  explicit PeerHandle(PeerImplPtr impl) : impl_(std::move(impl)) {}
+  ~PeerHandle() override;
+  const rpc::Identity& identity() const override { return impl_->identity(); }
+  const rpc::SessionPtr& session() const override { return impl_->session(); }
+  bool alive() const override { return !closed_ && impl_->alive(); }
+  bool same_host() const override { return impl_->same_host(); }
+  Result<RemoteRegionPtr> open(std::string_view descriptor, Deadline deadline) override;
+  void close() override;
+  const PeerImplPtr& impl() const { return impl_; }
+
+ private:
+  const PeerImplPtr impl_;
+  std::atomic<bool> closed_{false};
+};
 
 class RemoteRegionImpl final : public RemoteRegion {
  public:

@@ -43,6 +43,8 @@ RegionImplPtr RegionTable::add(Place place, RegionOptions options,
   region->descriptor_ = d.encode();
   std::lock_guard lock(mutex_);
   live_.emplace(region->id_, region);
+  auto begin = reinterpret_cast<uint64_t>(region->data_);
+  if (begin != 0) index_.insert(begin, begin + region->nbytes_, region->id_);
   return region;
 }
 
@@ -52,11 +54,25 @@ RegionImplPtr RegionTable::find(uint64_t id, uint64_t generation) const {
   return it == live_.end() || it->second->generation_ != generation ? nullptr : it->second;
 }
 
+RegionImplPtr RegionTable::at(const void* address, uint64_t nbytes) const {
+  auto begin = reinterpret_cast<uint64_t>(address);
+  if (begin + nbytes < begin) return nullptr;
+  std::lock_guard lock(mutex_);
+  auto it = live_.find(index_.find(begin, begin + nbytes));
+  return it == live_.end() ? nullptr : it->second;
+}
+
+void RegionTable::forget_address(const RegionImpl& region) {
+  std::lock_guard lock(mutex_);
+  index_.erase(reinterpret_cast<uint64_t>(region.data_), region.id_);
+}
+
 bool RegionTable::remove(const RegionImplPtr& region) {
   std::lock_guard lock(mutex_);
   auto it = live_.find(region->id_);
   if (it == live_.end() || it->second != region) return false;
   region->word_.store(0, std::memory_order_seq_cst);
+  index_.erase(reinterpret_cast<uint64_t>(region->data_), region->id_);
   quarantined_.insert(live_.extract(it));
   return true;
 }

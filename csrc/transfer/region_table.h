@@ -12,6 +12,7 @@
 
 #include "transfer/descriptor.h"
 #include "transfer/engine.h"
+#include "transfer/region_index.h"
 #include "transfer/usage.h"
 
 namespace torch_mooncake::transfer {
@@ -29,6 +30,7 @@ class Backing {
 class RegionImpl final : public Region {
  public:
   MemoryKind kind() const override { return kind_; }
+  bool shared() const override { return segment_ != nullptr; }
   std::byte* data() const override { return data_; }
   uint64_t nbytes() const override { return nbytes_; }
   uint64_t id() const override { return id_; }
@@ -81,6 +83,8 @@ class RegionTable {
                     const std::function<std::vector<AccessRecord>(const RegionImpl&)>& records);
   // Null unless that region is live with that generation.
   RegionImplPtr find(uint64_t id, uint64_t generation) const;
+  RegionImplPtr at(const void* address, uint64_t nbytes) const;  // see Engine::region_at
+  void forget_address(const RegionImpl& region);
   // Changes the generation word and moves the region to quarantine; false if it is not live here (any more).
   bool remove(const RegionImplPtr& region);
   // Out of quarantine; returns its `keep`, for the caller to drop where that is right.
@@ -95,6 +99,7 @@ class RegionTable {
   mutable std::mutex mutex_;
   uint64_t next_id_ = 1, next_generation_;
   std::unordered_map<uint64_t, RegionImplPtr> live_, quarantined_;
+  RegionIndex index_;  // of the live ones that have an address
 };
 
 }  // namespace torch_mooncake::transfer

@@ -357,12 +357,11 @@ class Engine:
         ops yield to foreground ones. Sizes that differ: InvalidArgument; a slice that leaves its region: OutOfBounds,
         and nothing is written.
         """
+        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority)
         if profiling.active():
             with profiling.span("write", ""):
-                return self._transfer(
-                    True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority
-                )
-        return self._transfer(True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority)
+                return self._transfer(True, local, remote, *how)
+        return self._transfer(True, local, remote, *how)
 
     def read(
         self,
@@ -377,12 +376,11 @@ class Engine:
         priority: Literal["foreground", "background"] = "foreground",
     ) -> Op:
         """Copy a peer's memory into local memory: the local destination comes first. Forms and errors as ``write``."""
+        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority)
         if profiling.active():
             with profiling.span("read", ""):
-                return self._transfer(
-                    False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority
-                )
-        return self._transfer(False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority)
+                return self._transfer(False, local, remote, *how)
+        return self._transfer(False, local, remote, *how)
 
     def _transfer(
         self,
@@ -415,7 +413,7 @@ class Engine:
             )  # fmt: skip
         if remote is None:
             keep: list[Any] = []
-            items = [self._pair(*pair, keep) for pair in local]
+            items = [self._pair(here, there, keep) for here, there in local]
             return Op(self._core.transfer_list(write, items, deadline, notify, background, keep or None))
         if isinstance(local, Pages) or isinstance(remote, Pages):
             return self._pages(write, local, remote, deadline, notify, background)

@@ -149,9 +149,7 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.save_id = secrets.token_hex(
-            8
-        )  # DCP calls reset() for a new id only
+        self.save_id = secrets.token_hex(8)  # DCP calls reset() for a new id only
         if not kwargs.get("use_collectives", True):
             raise Unsupported("a checkpoint in the pool has one head: use_collectives=False cannot make it")
         if is_coordinator and not self.overwrite and exists(self.checkpoint_id, pool=self._given, timeout=self.timeout):

@@ -407,3 +407,42 @@ def test_strided_out_is_read_in_place(pool: tm.Pool) -> None:
     assert big[:, 300:].eq(0).all()
     for out in (torch.empty(200, 300).t(), torch.empty(600, 400)[::2, ::2], torch.empty(2, 300, 200)[1]):
         assert torch.equal(tm.get("k", out=out), value)
+
+
+# --- the same from another host ---
+
+
+def test_from_another_host_the_same_bytes_and_no_others(pool: tm.Pool) -> None:
+    value = {"w": torch.randn(300, 200), "small": torch.arange(3), "text": "x" * 1000}
+    tm.put("k", value, ttl_s=600, meta={"a": 1})
+    with tm.Pool(host_id="elsewhere") as other:
+        info = other.info("k")
+        assert (info.local, info.meta) == (False, {"a": 1})
+        assert torch.equal(other.get("k")["w"], value["w"])
+        big = torch.zeros(300, 500)
+        before = other.stat()["client_read_bytes"]
+        other.get_state_dict("k", {"w": big[:, 100:300]}, strict=False)
+        assert other.stat()["client_read_bytes"] - before == value["w"].nbytes  # type: ignore[attr-defined]
+        assert torch.equal(big[:, 100:300], value["w"])
+        assert big[:, :100].eq(0).all()
+        assert big[:, 300:].eq(0).all()
+        errors: list[BaseException] = []
+
+        def write() -> None:
+            try:
+                other.put("p", torch.ones(5000), part=(1, 2), group="g")
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        tm.put("p", torch.zeros(5000), part=(0, 2), group="g")
+        thread.join()
+        assert errors == []
+        first, second = other.get("p", consume=True)
+        assert first.eq(0).all()
+        assert second.eq(1).all()
+        assert not tm.exists("p")
+        tm.put("short", 1, ttl_s=0.05)
+        time.sleep(0.06)
+        assert not other.exists("short")

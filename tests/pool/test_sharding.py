@@ -51,7 +51,7 @@ def gather(box: Box, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_boxes_are_what_torch_gives_each_process(data: st.DataObject) -> None:
     mesh, shape = data.draw(meshes), data.draw(shapes)
     placements = [data.draw(placements_for(len(shape))) for _ in mesh]
@@ -70,7 +70,7 @@ def copied(ranges: np.ndarray, source: bytes, target: bytearray) -> int:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_overlaps_of_all_blocks_make_up_the_target_and_nothing_else(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     tensor = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)

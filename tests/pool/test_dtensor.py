@@ -134,9 +134,6 @@ def test_what_two_ranks_put_is_got_in_every_layout(pool: tm.Pool) -> None:
         ((1,), [Shard(0)]),
         ((3,), [Shard(1)]),
         ((4,), [Shard(0)]),
-        ((4,), [Replicate()]),
-        ((2, 2), [Shard(0), Shard(1)]),
-        ((2, 2), [Shard(0), Shard(0)]),
         ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
         ((2, 3), [Replicate(), Shard(-1)]),
     ]
@@ -145,7 +142,7 @@ def test_what_two_ranks_put_is_got_in_every_layout(pool: tm.Pool) -> None:
         for rank in range(world):
             with rank_of(rank, world):
                 mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
-                for key in ("big/rows", "big/columns", "odd/rows", "even/columns", "few/rows", "none/rows"):
+                for key in ("big/rows", "big/columns", "odd/rows", "few/rows"):
                     want = _local(tensor(key.split("/")[0]), mesh, placements)
                     before = tm.stat()["client_read_bytes"]
                     got = tm.get(key, placements=placements, mesh=mesh)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -63,8 +63,8 @@ def child() -> Iterator[Callable[..., Child]]:
     """Starts other processes: ``other = child()``. All are ended after the test, also stopped ones."""
     children: list[Child] = []
 
-    def make(env: dict[str, str] | None = None) -> Child:
-        children.append(Child(env))
+    def make(env: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Child:
+        children.append(Child(env, prefix))
         return children[-1]
 
     yield make

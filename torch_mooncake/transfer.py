@@ -221,6 +221,7 @@ class Engine:
             token=config.token,
             transports=list(config.transports),
             host_id=config.host_id,
+            socket_dir=config.runtime_dir,
             name=name,
             role="engine",
             lanes=config.lanes,
@@ -394,6 +395,16 @@ class Engine:
         notify: bytes,
         priority: str,
     ) -> Op:
+        if type(local) is RegionSlice and type(remote) is RemoteSlice and not notify and priority == "foreground":
+            region, offset, size = local
+            there, offset_there, size_there = remote
+            paged = local_offsets is not None or remote_offsets is not None
+            if size == size_there and not paged and (timeout is None or timeout > 0) and not there.peer._closed:
+                kept = region._hold()  # until the copy is over
+                ended = self._core.transfer_now(write, region._core, offset, there._core, offset_there, size)
+                del kept
+                if ended is not None:
+                    return Op(ended)
         deadline = deadline_ns(timeout)
         background = priority == "background"
         if not background and priority != "foreground":

@@ -42,6 +42,7 @@ struct CopyPool::Impl {
   std::mutex mutex;
   std::condition_variable work_cv, done_cv;
   std::deque<Job*> jobs;
+  std::atomic<uint64_t> posted{0};  // jobs so far
   std::vector<std::thread> workers;
   bool stopping = false;
 
@@ -59,7 +60,17 @@ struct CopyPool::Impl {
 
   void run() {
     std::unique_lock lock(mutex);
+    bool worked = false;
     while (true) {
+      if (worked && jobs.empty() && !stopping) {  // long copies come in steps: the next one is near
+        worked = false;
+        uint64_t seen = posted.load(std::memory_order_relaxed);
+        lock.unlock();
+        for (int64_t limit = steady_ns() + kSpinNs; posted.load(std::memory_order_relaxed) == seen;) {
+          if (steady_ns() >= limit) break;
+        }
+        lock.lock();
+      }
       work_cv.wait(lock, [&] { return stopping || !jobs.empty(); });
       if (stopping) return;
       Job* job = jobs.front();
@@ -68,6 +79,7 @@ struct CopyPool::Impl {
         continue;
       }
       ++job->inside;
+      worked = true;
       lock.unlock();
       job->work();
       lock.lock();
@@ -80,6 +92,7 @@ struct CopyPool::Impl {
     {
       std::lock_guard lock(mutex);
       jobs.push_back(&job);
+      posted.fetch_add(1, std::memory_order_relaxed);
     }
     for (size_t i = 0; i < helpers; ++i) work_cv.notify_one();
     job.work();

@@ -16,13 +16,15 @@ namespace {
 constexpr const char* kEngineCapsule = "torch_mooncake.Engine";
 
 PyEngine make_engine(std::vector<std::string> listen, std::string token, std::vector<std::string> transports,
-                     std::string host_id, std::string name, std::string role, int lanes, int io_threads,
-                     std::vector<std::string> nics, uint64_t foreground_rate, uint64_t background_rate) {
+                     std::string host_id, std::string socket_dir, std::string name, std::string role, int lanes,
+                     int io_threads, std::vector<std::string> nics, uint64_t foreground_rate,
+                     uint64_t background_rate) {
   EngineOptions options;
   options.rpc.name = std::move(name);
   options.rpc.role = std::move(role);
   options.rpc.token = std::move(token);
   options.rpc.host_id = std::move(host_id);
+  options.rpc.socket_dir = std::move(socket_dir);
   options.rpc.io_threads = io_threads;
   options.listen = std::move(listen);
   options.transports = std::move(transports);
@@ -215,8 +217,8 @@ void bind_transfer(nb::module_& m) {
   bind_ops(m, engine);
   engine
       .def_static("create", &make_engine, nb::kw_only(), nb::arg("listen"), nb::arg("token"), nb::arg("transports"),
-                  nb::arg("host_id"), nb::arg("name"), nb::arg("role"), nb::arg("lanes"), nb::arg("io_threads"),
-                  nb::arg("nics"), nb::arg("foreground_rate"), nb::arg("background_rate"))
+                  nb::arg("host_id"), nb::arg("socket_dir"), nb::arg("name"), nb::arg("role"), nb::arg("lanes"),
+                  nb::arg("io_threads"), nb::arg("nics"), nb::arg("foreground_rate"), nb::arg("background_rate"))
       .def_static(
           "from_capsule", [](nb::capsule capsule) { return PyEngine(from_capsule<Engine>(capsule, kEngineCapsule)); },
           nb::arg("capsule"))

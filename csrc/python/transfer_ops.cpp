@@ -55,6 +55,19 @@ PyOp transfer_one(PyEngine& engine, bool write, PyRegion& local, int64_t local_o
   return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep)});
 }
 
+// A small op that is over on return; None if it is not of that kind, or fails its checks: transfer_one() then says why.
+// Keeps the GIL: 64 KiB are copied sooner than another thread would give it back.
+nb::object transfer_now(PyEngine& engine, bool write, PyRegion& local, int64_t local_offset, PyRemoteRegion& remote,
+                        int64_t remote_offset, int64_t nbytes) {
+  drain_released();
+  if (local_offset < 0 || remote_offset < 0 || nbytes < 0) return nb::none();
+  Batch batch{local.get(), remote.get(), {{uint64_t(local_offset), uint64_t(remote_offset), uint64_t(nbytes)}}};
+  OpOptions options;
+  options.deadline = Deadline::never();
+  auto op = engine->transfer_now(write ? Direction::write : Direction::read, batch, options);
+  return op ? nb::cast(PyOp(std::move(op))) : nb::none();
+}
+
 // items: (local, local offset, remote, remote offset, nbytes).
 PyOp transfer_list(PyEngine& engine, bool write, nb::list items, int64_t deadline_ns, nb::bytes notify, bool background,
                    nb::object keep) {
@@ -245,6 +258,9 @@ void bind_ops(nb::module_& m, nb::class_<PyEngine>& engine) {
       .def("transfer_one", &transfer_one, nb::arg("write"), nb::arg("local"), nb::arg("local_offset"),
            nb::arg("remote"), nb::arg("remote_offset"), nb::arg("nbytes"), nb::arg("deadline_ns"), nb::arg("notify"),
            nb::arg("background"), nb::arg("keep").none())
+      .def("transfer_now", &transfer_now,
+           nb::sig("def transfer_now(self, write: bool, local: Region, local_offset: int, remote: RemoteRegion, "
+                   "remote_offset: int, nbytes: int, /) -> Op | None"))
       .def("transfer_list", &transfer_list, nb::arg("write"), nb::arg("items"), nb::arg("deadline_ns"),
            nb::arg("notify"), nb::arg("background"), nb::arg("keep").none())
       .def("transfer_offsets", &transfer_offsets, nb::arg("write"), nb::arg("local"), nb::arg("local_offsets"),

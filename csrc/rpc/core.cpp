@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "common/clock.h"
+#include "common/process.h"
 #include "common/random.h"
 #include "rpc/session_impl.h"
 
@@ -104,7 +105,7 @@ Result<std::shared_ptr<Core>> Core::create(EndpointOptions options) {
   return core;
 }
 
-bool Core::forked() const { return ::getpid() != pid; }
+bool Core::forked() const { return process_id() != pid; }
 
 Status Core::usable() const {
   if (forked()) return {Code::forked, "this endpoint belongs to the parent process"};

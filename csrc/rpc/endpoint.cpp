@@ -7,6 +7,7 @@
 #include "common/random.h"
 #include "rpc/acceptor.h"
 #include "rpc/core.h"
+#include "rpc/same_host.h"
 #include "rpc/session_impl.h"
 #include "rpc/socket.h"
 
@@ -124,18 +125,25 @@ class EndpointImpl final : public Endpoint {
     started_ = true;
     std::string dialable = listener.dialable;
     std::vector<std::string> addresses = listener.advertised;
-    std::optional<Listener> same_host;
-    if (core_->options.same_host_listener && !listener.is_unix && !has_same_host_.exchange(true)) {
-      Address address;
-      address.kind = Address::Kind::unix;
-      address.path = "@torch-mooncake-" + to_hex(core_->engine);
-      auto opened = open_listener(address, true);
-      if (!opened) return opened.status();
-      addresses.push_back(opened->dialable);
-      same_host = std::move(*opened);
+    std::vector<Listener> doors;
+    auto& options = core_->options;
+    if (options.same_host_listener && !listener.is_unix && !has_abstract_door_.exchange(true)) {
+      TM_ASSIGN(auto door, open_abstract_door(core_->engine));
+      doors.push_back(std::move(door));
     }
+    // Loopback is not reached from other network namespaces.
+    if (options.same_host_listener && !listener.is_loopback && !options.socket_dir.empty() &&
+        !has_file_door_.exchange(true)) {
+      auto door = open_file_door(options.socket_dir, core_->engine);
+      if (door)
+        doors.push_back(std::move(*door));
+      else
+        log::warning("rpc", options.name + ": processes of this host in other network namespaces will not be " +
+                                "recognised: " + door.status().message());
+    }
+    for (auto& door : doors) addresses.push_back(door.dialable);
     core_->add_addresses(addresses);
-    if (same_host) TM_TRY(acceptor_->add(std::move(*same_host)));
+    for (auto& door : doors) TM_TRY(acceptor_->add(std::move(door)));
     TM_TRY(acceptor_->add(std::move(listener)));
     return dialable;
   }
@@ -148,7 +156,7 @@ class EndpointImpl final : public Endpoint {
   const std::shared_ptr<Core> core_;
   const std::shared_ptr<Acceptor> acceptor_;
   std::atomic<bool> started_{false};
-  std::atomic<bool> has_same_host_{false};
+  std::atomic<bool> has_abstract_door_{false}, has_file_door_{false};
   std::mutex mutex_;
   std::condition_variable cv_;
   std::set<std::string> dialling_;

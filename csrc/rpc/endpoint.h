@@ -37,8 +37,10 @@ struct EndpointOptions {
   int io_threads = 2;                  // 1..4
   int heartbeat_ms = 500;              // period; 0 turns it off
   int heartbeat_limit_ms = 5000;       // silence after which a session is peer_lost
-  // Every TCP listener also opens an abstract Unix socket, told to peers in Identity, that proves "same host".
+  // The first TCP listener also opens an abstract Unix socket, told to peers in Identity, that proves "same host"; the
+  // first beyond loopback a socket file in this folder too (if one is given), for peers in other network namespaces.
   bool same_host_listener = true;
+  std::string socket_dir{};
 };
 
 // A call has arrived. `session` stays valid for the call. inline_io handlers run on the I/O thread and must not block;

@@ -161,6 +161,9 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   virtual bool same_host() const = 0;
   // The peer's pid in our pid namespace by SO_PEERCRED, 0 if not same_host().
   virtual int peer_pid() const = 0;
+  // A pidfd of the peer's process, which tells its death, also when it lives in another pid namespace (Linux 6.5). Of a
+  // listener that was handed over (listen_fd) it may be the process that made it. Invalid if not same_host().
+  virtual UniqueFd peer_process() const = 0;
 
   // Control messages. At most 16 MiB of body. `call` answers by `done` (I/O thread), also with deadline_exceeded.
   virtual void call(uint16_t method, std::string body, Deadline deadline, CallDone done,

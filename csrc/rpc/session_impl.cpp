@@ -1,8 +1,11 @@
 #include "rpc/session_impl.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 
 #include "rpc/responder_state.h"
+#include "rpc/socket.h"
 
 namespace torch_mooncake::rpc {
 
@@ -36,6 +39,12 @@ int SessionImpl::peer_pid() const {
   return has_unix_lane_ && setup_.peer.host_id == self_.host_id ? peer_pid_ : 0;
 }
 
+UniqueFd SessionImpl::peer_process() const {
+  if (!same_host()) return {};
+  std::lock_guard lock(mutex_);
+  return UniqueFd(peer_process_.valid() ? ::fcntl(peer_process_.get(), F_DUPFD_CLOEXEC, 0) : -1);
+}
+
 std::shared_ptr<LaneImpl> SessionImpl::control() const {
   std::lock_guard lock(mutex_);
   return control_;
@@ -54,12 +63,14 @@ Result<std::shared_ptr<LaneImpl>> SessionImpl::add_lane(UniqueFd fd, uint32_t in
   bool taken = std::any_of(lanes_.begin(), lanes_.end(), [&](auto& lane) { return lane->index() == index; });
   if (taken) return {Code::corrupt, "lane index " + std::to_string(index) + " is taken"};
   if (lanes_.size() >= kMaxLanes) return {Code::busy, "the session has " + std::to_string(kMaxLanes) + " lanes"};
+  int socket = fd.get();
   auto lane = std::make_shared<LaneImpl>(core_, self, std::move(fd), index);
   lanes_.push_back(lane);
   if (index == 0) control_ = lane;
   if (lane->is_unix()) {
     has_unix_lane_ = true;
     peer_pid_ = peer_pid;
+    if (!peer_process_.valid()) peer_process_ = open_peer_process(socket, peer_pid);
   }
   return lane;
 }

@@ -46,6 +46,7 @@ class SessionImpl final : public Session {
   Status status() const override;
   bool same_host() const override;
   int peer_pid() const override;
+  UniqueFd peer_process() const override;
   void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds) override;
   Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds) override;
   Status post(uint16_t method, std::string body) override;
@@ -87,6 +88,7 @@ class SessionImpl final : public Session {
   uint32_t next_lane_ = 2;  // 0 and 1 belong to the connect
   bool has_unix_lane_ = false;
   int peer_pid_ = 0;
+  UniqueFd peer_process_;
   uint64_t next_call_ = 1;
   std::map<uint64_t, Pending> calls_;
   std::vector<std::function<void(const Status&)>> close_callbacks_;

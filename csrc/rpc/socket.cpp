@@ -6,6 +6,8 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -108,7 +110,8 @@ Result<Listener> describe(UniqueFd fd, const Address& address, bool with_token) 
     return {Code::invalid_argument, address.to_string() + ": not a listening stream socket"};
   }
   listener.is_unix = bound.family() == AF_UNIX;
-  if (!bound.is_loopback() && !with_token) return exposed(address.to_string());
+  listener.is_loopback = bound.is_loopback();
+  if (!listener.is_loopback && !with_token) return exposed(address.to_string());
   listener.dialable = bound.to_string();
   if (bound.is_wildcard()) {
     auto port = parse_address(listener.dialable)->port;
@@ -240,6 +243,17 @@ Credentials peer_credentials(int fd) {
   socklen_t size = sizeof cred;
   if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &size) != 0) return {};
   return {cred.pid, cred.uid};
+}
+
+UniqueFd open_peer_process(int fd, int pid) {
+  if (pid > 0) return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+  int process = -1;
+  socklen_t size = sizeof process;
+  if (::getsockopt(fd, SOL_SOCKET, SO_PEERPIDFD, &process, &size) != 0) return {};
+  return UniqueFd(process);
 }
 
 }  // namespace torch_mooncake::rpc

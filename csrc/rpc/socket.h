@@ -35,6 +35,7 @@ struct Listener {
   dev_t device = 0;
   ino_t inode = 0;
   bool is_unix = false;
+  bool is_loopback = false;  // Unix sockets count
   void remove_path() const;
 };
 // `with_token`: whether strangers will be asked for a token; without, only Unix and loopback may be bound (else auth).
@@ -51,5 +52,8 @@ struct Credentials {
 // Who connected to us (accepting side). On the connecting side the kernel names who called listen(), which may be
 // another process than the one that accepted.
 Credentials peer_credentials(int fd);
+// A pidfd of process `pid`; where that is 0 (another pid namespace), of the one that the kernel names for the socket.
+// Invalid if there is neither.
+UniqueFd open_peer_process(int fd, int pid);
 
 }  // namespace torch_mooncake::rpc

@@ -2,6 +2,7 @@
 #include <unordered_map>
 
 #include "common/log.h"
+#include "common/process.h"
 #include "memory/shared_heap.h"
 #include "transfer/engine_impl.h"
 #include "transfer/group.h"
@@ -123,7 +124,7 @@ std::shared_ptr<EngineImpl> EngineImpl::find(const Id128& id) {
 }
 
 Status EngineImpl::usable() const {
-  if (getpid() != pid_) return {Code::forked, "this engine belongs to the parent process; make one of your own"};
+  if (process_id() != pid_) return {Code::forked, "this engine belongs to the parent process; make one of your own"};
   if (closed_.load(std::memory_order_acquire)) return {Code::closed, "the engine is closed"};
   return {};
 }
@@ -399,6 +400,8 @@ Status EngineImpl::check(Direction direction, std::span<const Batch> batches) co
 }
 
 Result<OpPtr> EngineImpl::transfer(Direction direction, std::vector<Batch> batches, OpOptions options) {
+  if (batches.size() == 1)
+    if (auto op = transfer_now(direction, batches.front(), options)) return op;
   TM_TRY(usable());
   if (options.notify.size() > kMaxNotifyBytes)
     return Status(Code::invalid_argument,

@@ -233,6 +233,9 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   // Slices of several peers make one op with one outcome: the first failure stops the rest. All or nothing is not
   // promised for the bytes, only for the outcome. An empty list is done at once (the notification is still delivered).
   virtual Result<OpPtr> transfer(Direction direction, std::vector<Batch> batches, OpOptions options) = 0;
+  // The same for little that this process can copy by itself: it is over on return, nothing is waited for. Null if the
+  // list is not of that kind, has a notification or a callback, or cannot be carried out: transfer() then says why.
+  virtual OpPtr transfer_now(Direction direction, const Batch& batch, const OpOptions& options) = 0;
   Result<OpPtr> write(std::vector<Slice> slices, OpOptions options);
   Result<OpPtr> read(std::vector<Slice> slices, OpOptions options);
 

@@ -38,6 +38,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::string transport_for(const PeerPtr& peer) const override;
   PeerExplanation explain(const PeerPtr& peer) const override;
   Result<OpPtr> transfer(Direction direction, std::vector<Batch> batches, OpOptions options) override;
+  OpPtr transfer_now(Direction direction, const Batch& batch, const OpOptions& options) override;
   Result<Notification> next_notification(Deadline deadline) override;
   bool watch_notifications(std::shared_ptr<OpWatcher> watcher, uint64_t tag) override;
   void on_notification(std::function<void(Notification)> fn) override { notes_->set_handler(std::move(fn)); }

@@ -33,7 +33,7 @@ struct Window {
 // A mapped grant that outlived its session: released when the process is seen dead.
 struct HeldGrant {
   RegionImplPtr region;
-  UniqueFd process;  // pidfd; invalid if the peer lives in another pid namespace: then held for ever
+  UniqueFd process;  // pidfd; invalid if the kernel gives none (another pid namespace before Linux 6.5): held for ever
   std::shared_ptr<void> owner_of_name;
   const std::string* name;
 };

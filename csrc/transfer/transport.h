@@ -78,6 +78,10 @@ class TransportEndpoint {
   // At most kMaxPieces extents, none empty, adjacent ones joined; at least one unless the whole op is empty. The lists
   // themselves go when submit() returns, their regions at the op's end.
   virtual void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) = 0;
+  // A list of a few KiB between host memories, carried out on this thread at once (instant.h), where copies_now() says
+  // so. The engine holds leave of the local region; the endpoint sees to the remote one.
+  virtual bool copies_now(Direction) const { return false; }
+  virtual Status copy_now(Direction, const Batch&) { return {Code::unsupported, name() + " cannot copy at once"}; }
   // The session has ended: end all parts, and everything done for the peer.
   virtual void session_over(const Status& why) = 0;
 };

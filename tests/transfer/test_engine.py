@@ -227,6 +227,35 @@ def test_many_ops_in_flight_from_many_threads(two: Two) -> None:
     assert torch.equal(two.there()[:400_000], two.local[:400_000])
 
 
+def test_small_ops_that_we_can_copy_are_over_in_the_call(two: Two) -> None:
+    at_once = {"local": (True, True), "shm": (True, True), "process_vm": (False, True)}  # write, read
+    writes, reads = at_once.get(two.remote.transport, (False, False))
+    before = two.engine.stats()["ops"]
+    op = two.engine.write(two.region[8:4104], two.remote[16:4112])
+    assert op.done() or not writes
+    op.wait()
+    back = torch.zeros(4096, dtype=torch.uint8)
+    region = two.engine.register(back)
+    op = two.engine.read(region[:], two.remote[16:4112])
+    assert op.done() or not reads
+    op.wait()
+    assert torch.equal(back, two.local[8:4104])
+    assert (op.state, op.nbytes, op.bytes_done, op.remote_quiescent) == ("done", 4096, 4096, True)
+    assert two.engine.stats()["ops"] == before + 2
+    op.cancel()  # too late
+    assert op.state == "done"
+    # What cannot be done raises as for any op.
+    if reads:
+        with pytest.raises(tm.errors.DeadlineExceeded):
+            two.engine.read(region[:], two.remote[:4096], timeout=0).wait()
+    two.engine.deregister(region)
+    with pytest.raises(tm.errors.Closed, match="deregistered"):
+        two.engine.read(region[:], two.remote[:4096]).wait()
+    two.peer.close()
+    with pytest.raises(tm.errors.Closed):
+        two.engine.write(two.region[:8], two.remote[:8]).wait()
+
+
 def test_await(two: Two) -> None:
     async def run() -> None:
         await two.engine.read(two.region, two.remote)

@@ -2,6 +2,7 @@
 
 #include "transfer/copy_part.h"
 #include "transfer/engine_impl.h"
+#include "transfer/instant.h"
 #include "transfer/local/lane.h"
 #include "transfer/local/memory.h"
 #include "transfer/slices.h"
@@ -38,6 +39,16 @@ Result<RemoteMemoryPtr> LocalEndpoint::open(const OpenedRegion& opened, Directio
   auto region = owner->regions().find(opened.descriptor.region, opened.descriptor.generation);
   if (!region) return Status(Code::key_not_found, "the remote region is not registered any more");
   return RemoteMemoryPtr(std::make_shared<LocalMemory>(std::move(region)));
+}
+
+Status LocalEndpoint::copy_now(Direction direction, const Batch& batch) {
+  auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
+  auto& region = *static_cast<LocalMemory&>(*remote.path(direction).memory).region;
+  if (!region.usage().acquire(peer_.name()))
+    return {Code::key_not_found, "remote " + region.name() + " was deregistered"};
+  copy_extents(direction, batch, batch.local->data(), region.data());
+  region.usage().release(peer_.name());
+  return {};
 }
 
 void LocalEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {

@@ -64,6 +64,16 @@ Result<RemoteMemoryPtr> ProcessVmEndpoint::open(const OpenedRegion& opened, Dire
   return RemoteMemoryPtr(memory);
 }
 
+Status ProcessVmEndpoint::copy_now(Direction direction, const Batch& batch) {
+  auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
+  auto& memory = static_cast<ProcessVmMemory&>(*remote.path(direction).memory);
+  auto& session = *peer_.session();
+  auto pieces = copy_pieces_of({&batch, 1}, direction, [&](auto&) { return memory.address; });
+  Status status = vm_read(session.peer_pid(), pieces);
+  if (status) status = vm_check_generation(session.peer_pid(), memory.generation_word, memory.generation);
+  return session.alive() ? status : session.status();
+}
+
 void ProcessVmEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
   if (op->direction() == Direction::write) return submit_pull(op, batches);
   auto pieces = copy_pieces_of(batches, Direction::read, [](const RemoteRegionImpl& remote) {

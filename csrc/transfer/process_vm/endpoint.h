@@ -25,6 +25,8 @@ class ProcessVmEndpoint final : public TransportEndpoint {
   Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) override;
+  bool copies_now(Direction direction) const override { return direction == Direction::read; }
+  Status copy_now(Direction direction, const Batch& batch) override;
   void session_over(const Status& why) override;
 
   void pull_over(uint64_t id);  // by Pull

@@ -2,19 +2,17 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "transfer/copy_part.h"
 #include "transfer/engine_impl.h"
+#include "transfer/instant.h"
 #include "transfer/shm/lane.h"
 #include "transfer/slices.h"
 #include "transfer/wire.h"
 
 namespace torch_mooncake::transfer {
 namespace {
-
-UniqueFd open_process(int pid) { return UniqueFd(pid > 0 ? static_cast<int>(syscall(SYS_pidfd_open, pid, 0)) : -1); }
 
 // An fd to send: one that cannot be mapped for writing if the region is read-only.
 Result<UniqueFd> fd_to_send(int fd, bool writable) {
@@ -33,7 +31,7 @@ void on_segment(PeerImpl& peer, rpc::Message request, rpc::Responder responder) 
   if (!in.done() || !region || !region->segment())
     return responder.fail({Code::key_not_found, "grant " + std::to_string(grant) + " names no segment"});
   if (!peer.same_host()) return responder.fail({Code::unsupported, "segments are for processes of this host"});
-  if (!peer.grants().mark_mapped(grant, open_process(peer.session()->peer_pid())))
+  if (!peer.grants().mark_mapped(grant, peer.session()->peer_process()))
     return responder.fail({Code::key_not_found, region->name() + " was deregistered"});
   std::vector<UniqueFd> fds;
   if (send_fd) {
@@ -97,6 +95,15 @@ Result<RemoteMemoryPtr> SegmentEndpoint::open(const OpenedRegion& opened, Direct
   memory->data = mapping->data + place.offset;
   memory->mapping = std::move(mapping);
   return RemoteMemoryPtr(memory);
+}
+
+Status SegmentEndpoint::copy_now(Direction direction, const Batch& batch) {
+  auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
+  if (!remote.usage().acquire(peer_.name()))
+    return {Code::key_not_found, "remote " + remote.name() + " was deregistered"};
+  copy_extents(direction, batch, batch.local->data(), static_cast<SegmentMemory&>(*remote.path(direction).memory).data);
+  remote.usage().release(peer_.name());
+  return peer_.session()->status();
 }
 
 void SegmentEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {

@@ -21,6 +21,8 @@ class SegmentEndpoint final : public TransportEndpoint {
   Explanation explain() const override;
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   void submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) override;
+  bool copies_now(Direction) const override { return true; }
+  Status copy_now(Direction direction, const Batch& batch) override;
   void session_over(const Status&) override {}  // a copy that runs finds out when it validates
 
  private:

@@ -450,11 +450,12 @@ struct World {
     std::deque<SendMark> inbox;
   } donors[kDonors];
   struct Client {
-    enum class Step { idle, reserved, waiting, reading } step = Step::idle;
+    enum class Step { idle, reserved, half, waiting, reading } step = Step::idle;
     size_t op = 0;
     int key = 0;
     uint64_t value = 0;
     CommitCall call;
+    std::optional<CommitCall> second;  // of an object in two parts
     RequestId request = 0;
     bool removing = false, consuming = false;
     Version version;
@@ -514,8 +515,26 @@ struct World {
   void no_expiry(Client& c) {
     if (c.expiry != SIZE_MAX) history[c.key][c.expiry] = {HistoryOp::What::loss, 0, INT64_MAX, INT64_MAX};
   }
+  // The same value in two parts on two donors. Each writer's part comes by itself.
+  bool begin_two(Client& c, uint32_t first) {
+    const uint32_t on[] = {first, (first + 1) % kDonors};
+    if (!donors[on[0]].up || donors[on[0]].fenced || !donors[on[1]].up || donors[on[1]].fenced) return false;
+    auto txn = home.begin(c.call.head.key, std::to_string(next_txn), 2, now_ns() + kPatience, c.call.head.txn);
+    REQUIRE(txn.is_ok());
+    c.call.head.txn = *txn;
+    c.call.head.parts = 2;
+    c.second = c.call;
+    c.second->head.part = 1;
+    CommitCall* calls[] = {&c.call, &*c.second};
+    for (uint32_t part = 0; part < 2; ++part)
+      calls[part]->replicas = {
+          {node(uint8_t(on[part])), donors[on[part]].reserve(c.call.head.key, Kind::named, *txn, part, 2, c.value)}};
+    return true;
+  }
+  static constexpr int64_t kPatience = 40'000'000;
   void begin(Client& c) {
     c.expiry = SIZE_MAX;
+    c.second.reset();
     c.removing = c.consuming = false;
     c.key = int(roll(kKeys));
     c.op = history[c.key].size();
@@ -544,7 +563,8 @@ struct World {
       c.call.if_exists = keep ? IfExists::keep : IfExists::replace;
       if (roll(3) == 0) c.call.ttl_ms = 1 + roll(60);
       const int first = int(roll(kDonors)), n = 1 + int(roll(2));
-      for (int i = 0; i < n; ++i) {
+      const bool two = roll(4) == 0 && begin_two(c, uint32_t(first));
+      for (int i = 0; i < n && !two; ++i) {
         const int d = (first + i) % kDonors;
         if (!donors[d].up || donors[d].fenced) continue;
         c.call.replicas.push_back(
@@ -569,7 +589,11 @@ struct World {
   }
   void go_on(Client& c) {
     if (c.step == Client::Step::idle) return begin(c);
-    if (c.step == Client::Step::reserved) {
+    if (c.step == Client::Step::reserved && c.second && roll(8) != 0) {
+      c.step = Client::Step::half;
+      c.call.head.view = home.view();
+      home.commit(next_request++, c.call, now_ns() + kPatience);
+    } else if (c.step == Client::Step::reserved || c.step == Client::Step::half) {
       if (roll(8) == 0) {  // the writer dies between reserve and commit: its sessions end
         for (Donor& d : donors) REQUIRE(d.apply({Mark::What::drop, 0, 0, {}, c.call.head.txn, {}, {}}).is_ok());
         history[c.key][c.op] = {HistoryOp::What::loss, 0, INT64_MAX, INT64_MAX};
@@ -579,13 +603,23 @@ struct World {
       }
       c.step = Client::Step::waiting;
       c.request = next_request++;
-      c.call.head.view = home.view();
-      home.commit(c.request, c.call, INT64_MAX);
+      CommitCall& call = c.second ? *c.second : c.call;
+      call.head.view = home.view();
+      home.commit(c.request, call, c.second ? now_ns() + kPatience : INT64_MAX);
     } else if (c.step == Client::Step::reading) {
       c.step = Client::Step::idle;
-      const auto& [part, at] = c.places[roll(c.places.size())];
-      Donor& d = donors[at.node[0]];
-      auto* e = d.up && !d.fenced ? d.at(at.extent) : nullptr;
+      ModelDonor::Extent* e = nullptr;
+      for (uint32_t part = 0; part < c.parts; ++part) {  // one replica of each
+        std::vector<ReplicaRef> of_part;
+        for (const auto& [p, at] : c.places)
+          if (p == part) of_part.push_back(at);
+        const ReplicaRef at = of_part[roll(of_part.size())];
+        Donor& d = donors[at.node[0]];
+        auto* found = d.up && !d.fenced ? d.at(at.extent) : nullptr;
+        torn = torn || (found && e && found->value != e->value);
+        e = found;
+        if (!e) break;
+      }
       if (e && c.consuming) {
         history[c.key][c.op].what = HistoryOp::What::consume;
         history[c.key][c.op].value = e->value;
@@ -666,6 +700,7 @@ struct World {
     pending_announce = order;
   }
   std::vector<int> pending_announce;
+  bool torn = false;  // parts of two values were read together
 
   void pass() {
     ++now;
@@ -737,6 +772,7 @@ std::string violation(uint64_t seed, bool losses, Mutation mutation = Mutation::
   }
   w.settle();
   if (!w.home.idle()) return "operations hang";
+  if (w.torn) return "parts of two values were read as one";
   for (int k = 0; k < kKeys; ++k) {
     // A last read by everybody: what the directory says must be there, and nothing else may be left.
     w.pass();

@@ -163,9 +163,9 @@ class Pool:
                 raise InvalidArgument("writers of one object need the same version= or group=")
         else:
             index, parts = sharers or (0, 1)
+            if parts > 1 and not (group or label):
+                group = self._rounds.next(_key(key))  # counted also if this rank's put fails: the others' will
             encoded = encode(value, meta, (index, parts))
-        if sharers and parts > 1 and not (group or label):
-            group = self._rounds.next(_key(key))
         pair, stored = self._client(deadline).put(
             _key(key),
             encoded.meta,

@@ -30,6 +30,8 @@ size_t body_limit(FrameType type, Stage stage) {
       return kMaxIdentity;
     case FrameType::ping:
     case FrameType::pong:
+    case FrameType::control:
+    case FrameType::acknowledged:
       return 0;
     default:
       return stage == Stage::session ? kMaxBody : 0;
@@ -55,6 +57,8 @@ bool expected(FrameType type, Stage stage) {
     case FrameType::bulk:
     case FrameType::ping:
     case FrameType::pong:
+    case FrameType::control:
+    case FrameType::acknowledged:
       return stage == Stage::session;
   }
   return false;
@@ -64,7 +68,7 @@ bool expected(FrameType type, Stage stage) {
 
 HeaderBytes encode_header(const FrameHeader& h) {
   ByteWriter w;
-  w.raw(kMagic).put(h.body_bytes).put(h.payload_bytes).put(h.id).put(h.method).put(h.type).put(h.nfds).put(uint32_t{0});
+  w.raw(kMagic).put(h.body_bytes).put(h.payload_bytes).put(h.id).put(h.method).put(h.type).put(h.nfds).put(h.sequence);
   HeaderBytes out;
   std::memcpy(out.data(), w.take().data(), out.size());
   return out;
@@ -80,7 +84,7 @@ Result<FrameHeader> decode_header(std::string_view bytes, Stage stage) {
   h.method = r.get<uint16_t>();
   h.type = static_cast<FrameType>(r.get<uint8_t>());
   h.nfds = r.get<uint8_t>();
-  auto reserved = r.get<uint32_t>();
+  h.sequence = r.get<uint32_t>();
   auto type = std::to_string(static_cast<int>(h.type));
   if (!expected(h.type, stage)) return {Code::corrupt, "frame of type " + type + " at the wrong time"};
   if (h.body_bytes > body_limit(h.type, stage)) {
@@ -90,7 +94,10 @@ Result<FrameHeader> decode_header(std::string_view bytes, Stage stage) {
     return {Code::corrupt, "frame of type " + type + " with " + std::to_string(h.payload_bytes) + " payload bytes"};
   }
   bool may_have_fds = h.type == FrameType::call || h.type == FrameType::reply;
-  if (h.nfds > (may_have_fds ? kMaxFds : 0) || reserved != 0) return {Code::corrupt, "frame header has bad fields"};
+  bool may_be_numbered = may_have_fds || h.type == FrameType::error || h.type == FrameType::post;
+  if (h.nfds > (may_have_fds ? kMaxFds : 0) || (h.sequence != 0 && !may_be_numbered)) {
+    return {Code::corrupt, "frame header has bad fields"};
+  }
   return h;
 }
 

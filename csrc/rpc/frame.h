@@ -1,9 +1,10 @@
 // The one wire format: a 32-byte header, a body, and for bulk frames a payload. Pure functions, fuzzed.
 //
-//     u32 magic "TMK1" | u32 body bytes | u64 payload bytes | u64 id | u16 method | u8 type | u8 fds | u32 zero
+//     u32 magic "TMK1" | u32 body bytes | u64 payload bytes | u64 id | u16 method | u8 type | u8 fds | u32 sequence
 //
 // Little-endian. `id` names a call within its session and direction. Everything is checked before a byte of body is
-// taken: magic, type against the stage, sizes against the stage's limits, and the reserved zero.
+// taken: magic, type against the stage, sizes against the stage's limits, and that only control messages have a
+// sequence number.
 #pragma once
 
 #include <array>
@@ -32,6 +33,8 @@ enum class FrameType : uint8_t {
   bulk = 20,
   ping = 21,
   pong = 22,
+  control = 23,       // control rides this lane from now on; id: the last message received without a gap
+  acknowledged = 24,  // id: likewise
 };
 
 inline constexpr size_t kHeaderBytes = 32;
@@ -46,6 +49,7 @@ struct FrameHeader {
   uint32_t body_bytes = 0;
   uint64_t payload_bytes = 0;
   uint64_t id = 0;
+  uint32_t sequence = 0;  // of a control message within its session and direction; 0: not numbered
 };
 
 using HeaderBytes = std::array<char, kHeaderBytes>;

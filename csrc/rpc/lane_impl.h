@@ -45,6 +45,10 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   Status start();
   // Queues a control frame. Fails only if the lane is dead.
   Status send_control(const FrameHeader& header, std::string body, std::vector<UniqueFd> fds = {});
+  bool is_killed() const {
+    std::lock_guard lock(mutex_);
+    return killed_.has_value();
+  }
   int64_t last_heard_ns() const { return last_heard_ns_.load(std::memory_order_relaxed); }
   Reactor& reactor() { return *reactor_; }
 

@@ -81,16 +81,14 @@ Status SessionImpl::check_message(size_t body_bytes, const std::vector<UniqueFd>
 Status SessionImpl::begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, CallDone& done,
                                uint64_t& id) {
   TM_TRY(check_message(body.size(), fds));
-  std::shared_ptr<LaneImpl> lane;
   {
     std::lock_guard lock(mutex_);
-    if (ended_ || !control_) return ended_ ? status_ : Status(Code::peer_lost, "the control lane is gone");
+    if (ended_) return status_;
     id = next_call_++;
     calls_.emplace(id, Pending{std::move(done), 0});
-    lane = control_;
   }
   auto header = header_of(FrameType::call, method, id, body.size(), fds.size());
-  Status sent = lane->send_control(header, std::move(body), std::move(fds));
+  Status sent = send_message(header, std::move(body), std::move(fds));
   if (sent) return sent;
   // If the call is no longer there, the end of the session has answered it.
   auto pending = take_call(id);
@@ -168,38 +166,35 @@ Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadli
 Status SessionImpl::post(uint16_t method, std::string body) {
   if (core_->forked()) return {Code::forked, "this session belongs to the parent process"};
   TM_TRY(check_message(body.size(), {}));
-  auto lane = control();
-  {
-    std::lock_guard lock(mutex_);
-    if (ended_ || !lane) return ended_ ? status_ : Status(Code::peer_lost, "the control lane is gone");
-  }
   auto header = header_of(FrameType::post, method, 0, body.size(), 0);
-  return lane->send_control(header, std::move(body));
+  return send_message(header, std::move(body), {});
 }
 
 void SessionImpl::answer(uint64_t id, std::string body, std::vector<UniqueFd> fds) {
   if (core_->forked()) return;
   if (Status fits = check_message(body.size(), fds); !fits) return answer_error(id, fits);
-  auto lane = control();
-  if (!lane) return;  // the caller has been told that the session is over
   auto header = header_of(FrameType::reply, 0, id, body.size(), fds.size());
-  (void)lane->send_control(header, std::move(body), std::move(fds));
+  (void)send_message(header, std::move(body), std::move(fds));  // fails if the session is over: the caller knows
 }
 
 void SessionImpl::answer_error(uint64_t id, const Status& status) {
   if (core_->forked()) return;
-  auto lane = control();
-  if (!lane) return;
   std::string body = encode_error(status.is_ok() ? Status(Code::internal, "failed with the status ok") : status);
   auto header = header_of(FrameType::error, 0, id, body.size(), 0);
-  (void)lane->send_control(header, std::move(body));
+  (void)send_message(header, std::move(body), {});
 }
 
 void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {
-  if (lane.index() != 0) {
-    return lane.kill({Code::corrupt, "a control message on lane " + std::to_string(lane.index())});
-  }
+  bool is_message = header.type == FrameType::call || header.type == FrameType::post ||
+                    header.type == FrameType::reply || header.type == FrameType::error;
+  if (is_message && !accept_message(lane, header)) return;
   switch (header.type) {
+    case FrameType::control:
+      return on_control_frame(lane, static_cast<uint32_t>(header.id));
+    case FrameType::acknowledged: {
+      std::lock_guard lock(mutex_);
+      return forget_acknowledged(static_cast<uint32_t>(header.id));
+    }
     case FrameType::ping: {
       FrameHeader pong;
       pong.type = FrameType::pong;

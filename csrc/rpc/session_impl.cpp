@@ -66,7 +66,10 @@ Result<std::shared_ptr<LaneImpl>> SessionImpl::add_lane(UniqueFd fd, uint32_t in
   int socket = fd.get();
   auto lane = std::make_shared<LaneImpl>(core_, self, std::move(fd), index);
   lanes_.push_back(lane);
-  if (index == 0) control_ = lane;
+  if (index == 0) {
+    control_ = lane;
+    is_numbered_ = !lane->is_unix();
+  }
   if (lane->is_unix()) {
     has_unix_lane_ = true;
     peer_pid_ = peer_pid;
@@ -113,7 +116,11 @@ void SessionImpl::on_lane_dead(LaneImpl& lane, const Status& why) {
     callbacks = lane_callbacks_;
   }
   for (auto& fn : callbacks) fn(lane, why);
-  if (lane.index() == 0) close(why);
+  {
+    std::lock_guard lock(mutex_);
+    heard_before_ns_ = std::max(heard_before_ns_, lane.last_heard_ns());
+  }
+  control_lost(lane, why);
   std::vector<std::function<void(const Status&)>> last;
   std::shared_ptr<LaneImpl> dropped, dropped_control;
   Status status;
@@ -124,7 +131,7 @@ void SessionImpl::on_lane_dead(LaneImpl& lane, const Status& why) {
       dropped = std::move(*found);
       lanes_.erase(found);
     }
-    if (control_.get() == &lane) dropped_control = std::move(control_);
+    if (control_.get() == &lane) dropped_control = std::move(control_);  // the session is over
     if (ended_ && lanes_.empty() && !told_) {
       told_ = true;
       last.swap(close_callbacks_);
@@ -189,7 +196,7 @@ void SessionImpl::beat(int64_t now_ns, int64_t period_ns, int64_t limit_ns, bool
     std::lock_guard lock(mutex_);
     if (ended_) return;
     if (forgive) forgiven_ns_ = now_ns;
-    heard = forgiven_ns_;
+    heard = std::max(forgiven_ns_, heard_before_ns_);
     for (auto& lane : lanes_) heard = std::max(heard, lane->last_heard_ns());
     control = control_;
   }
@@ -199,11 +206,15 @@ void SessionImpl::beat(int64_t now_ns, int64_t period_ns, int64_t limit_ns, bool
                setup_.peer.name + " has been silent for " + std::to_string(silence / 1'000'000) + " ms"};
     log::warning("rpc", why.message());
     close(why);
-  } else if (silence > period_ns / 2 && control) {
+    return;
+  }
+  // By what was really heard, and on this lane: what is on the wire shows whether its link is cut.
+  if (control && now_ns - control->last_heard_ns() > period_ns / 2) {
     FrameHeader ping;
     ping.type = FrameType::ping;
-    (void)control->send_control(ping, {});  // a dead lane ends the session by itself
+    (void)control->send_control(ping, {});  // a lane that died tells by itself
   }
+  check_control(now_ns, limit_ns);
 }
 
 void SessionImpl::set_state(Slot slot, std::shared_ptr<void> state) {

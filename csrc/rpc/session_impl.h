@@ -2,9 +2,11 @@
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "rpc/core.h"
@@ -71,6 +73,20 @@ class SessionImpl final : public Session {
   void complete(uint64_t id, Result<Message> result);
   Status check_message(size_t body_bytes, const std::vector<UniqueFd>& fds) const;
   std::shared_ptr<LaneImpl> control() const;
+
+  // session_control.cpp: numbered messages, and the move of control to another lane.
+  struct Numbered {
+    FrameHeader header;
+    std::string body;
+  };
+  Status send_message(FrameHeader header, std::string body, std::vector<UniqueFd> fds);
+  bool accept_message(LaneImpl& lane, const FrameHeader& header);  // false: a duplicate, or a lane that lies
+  void forget_acknowledged(uint32_t sequence);                     // mutex_ held
+  void control_lost(LaneImpl& lane, const Status& why);            // it is dead
+  void offer_control();
+  void on_control_frame(LaneImpl& lane, uint32_t received);
+  void take_control(const std::shared_ptr<LaneImpl>& lane, uint32_t received);
+  void check_control(int64_t now_ns, int64_t limit_ns);  // at each heartbeat
   Reactor& reactor() const { return *reactor_; }
 
   const std::shared_ptr<Core> core_;
@@ -81,8 +97,9 @@ class SessionImpl final : public Session {
   mutable std::mutex mutex_;
   Status status_;  // why it ended
   bool ended_ = false;
-  bool told_ = false;        // on_close callbacks have run
-  int64_t forgiven_ns_ = 0;  // when we ourselves last came back from being stopped
+  bool told_ = false;            // on_close callbacks have run
+  int64_t forgiven_ns_ = 0;      // when we ourselves last came back from being stopped
+  int64_t heard_before_ns_ = 0;  // on lanes that are dead now
   std::vector<std::shared_ptr<LaneImpl>> lanes_;
   std::shared_ptr<LaneImpl> control_;
   uint32_t next_lane_ = 2;  // 0 and 1 belong to the connect
@@ -94,6 +111,21 @@ class SessionImpl final : public Session {
   std::vector<std::function<void(const Status&)>> close_callbacks_;
   std::vector<std::function<void(Lane&, const Status&)>> lane_callbacks_;
   std::shared_ptr<void> states_[kSlots];
+
+  // Control over TCP: what the peer has not acknowledged is kept, to be sent again on another lane.
+  bool is_numbered_ = false;
+  std::deque<Numbered> unacknowledged_;
+  size_t unacknowledged_bytes_ = 0;
+  bool can_move_ = true;  // false: too much was unacknowledged, and has been dropped
+  uint32_t last_sent_ = 0;
+  uint32_t received_ = 0;              // without a gap
+  std::set<uint32_t> received_above_;  // and these
+  size_t since_acknowledged_ = 0, bytes_since_acknowledged_ = 0;
+  bool is_moving_ = false;  // control has no lane: messages only wait
+  int64_t moving_since_ns_ = 0;
+  Status moved_why_;
+  std::shared_ptr<LaneImpl> next_control_;  // initiator: offered to the peer. Acceptor: offered by it
+  uint32_t next_received_ = 0;              // what the peer had received when it offered that
 };
 
 // connector.cpp: dial, prove, exchange identities; the session is added to the core and its lanes receive.

@@ -71,6 +71,7 @@ class FrameDecoder {
   Step push(std::string_view& in);
   // How many bytes may be read next without reading into the following frame.
   size_t needed() const;
+  bool in_body() const { return in_body_; }
   void set_stage(Stage stage) { stage_ = stage; }
   const FrameHeader& header() const { return header_; }
   std::string take_body() { return std::move(body_); }

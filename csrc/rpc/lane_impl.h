@@ -1,11 +1,12 @@
 // LaneImpl: one connection. Frames go out by whoever finds the lane idle (a caller's thread, within a budget, or the
-// I/O thread); frames come in on the I/O thread only.
+// I/O thread); frames come in on the I/O thread, or on a thread that waits for an answer and has taken the receiver's
+// role (`receiving_`) for a moment.
 //
 // Sending: `sending_` makes one thread at a time the sender, who holds no lock while it is in sendmsg. Others queue
 // their frames and go. Control frames go before queued bulk frames, after the frame that is under way.
 //
-// Death: any thread may shut the socket down (kill); the I/O thread then finishes the frame being received, and when no
-// sender is inside, fails what is queued, closes the fd and tells the session.
+// Death: any thread may shut the socket down (kill); the I/O thread then takes the receiver's role, finishes the frame
+// being received, and when no sender is inside, fails what is queued, closes the fd and tells the session.
 #pragma once
 
 #include <array>
@@ -17,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "common/clock.h"
 #include "rpc/core.h"
 #include "rpc/frame.h"
 #include "rpc/reactor.h"
@@ -31,6 +33,7 @@ struct OutFrame {
   std::vector<iovec> payload;
   std::function<void(const Status&)> sent;
   std::shared_ptr<void> keep;
+  bool is_background = false;
   uint64_t total = 0;  // header, body and payload
   uint64_t done = 0;
   size_t payload_at = 0;       // first payload piece not wholly sent,
@@ -49,6 +52,8 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
     std::lock_guard lock(mutex_);
     return killed_.has_value();
   }
+  // See Session::receive_until.
+  bool receive_until(const std::function<bool()>& done, Deadline deadline);
   int64_t last_heard_ns() const { return last_heard_ns_.load(std::memory_order_relaxed); }
   Reactor& reactor() { return *reactor_; }
 
@@ -63,6 +68,8 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   uint64_t bytes_received() const override { return received_.load(std::memory_order_relaxed); }
   const Rail& rail() const override { return rail_; }
   LaneProgress progress() const override;
+  int64_t silent_ns() const override { return steady_ns() - last_heard_ns(); }
+  std::vector<std::pair<std::string, std::string>> tuning() const override;
   void kill(const Status& why) override;
 
   void on_events(uint32_t events) override;
@@ -71,15 +78,20 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   // lane_send.cpp
   Status enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64_t inline_budget);
   void drain(int64_t budget);
+  std::deque<std::unique_ptr<OutFrame>>* next_queue();  // null: nothing waits
+  bool has_queued() const { return !control_.empty() || !bulk_[0].empty() || !bulk_[1].empty(); }
+  static constexpr int kAgeing = 8;
   void finish_frame(std::unique_ptr<OutFrame> frame, const Status& status);
   ssize_t send_some(OutFrame& frame);
 
   // lane_receive.cpp
-  void receive();
+  void take_role_and_receive();
+  bool receive();  // whether anything came
+  bool receive_for(const std::function<bool()>& done, Deadline deadline);
   ssize_t receive_some(iovec* pieces, size_t count);
   bool parse_buffer();  // false: over
   bool take_payload_from_buffer();
-  std::span<std::byte> ask_window();
+  size_t ask_windows(std::span<iovec> pieces);
   void payload_arrived(uint64_t nbytes);
   bool begin_bulk();
   void end_bulk(const Status& status);
@@ -101,14 +113,19 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
 
   mutable std::mutex mutex_;  // the send side, fd_'s validity, and the cause of death
   UniqueFd fd_;
-  std::deque<std::unique_ptr<OutFrame>> control_, bulk_;
-  std::unique_ptr<OutFrame> current_;  // begun; written to by the sender alone
+  std::deque<std::unique_ptr<OutFrame>> control_, bulk_[2];  // bulk: foreground, background
+  int passed_over_ = 0;                                      // frames of the foreground since one of the background
+  std::unique_ptr<OutFrame> current_;                        // begun; written to by the sender alone
   bool sending_ = false;
   bool waiting_for_room_ = false;  // EPOLLOUT is armed
+  bool polled_ = false;            // a waiting caller receives: EPOLLIN is not armed
+  uint32_t interest() const;       // for epoll, by the two above
   bool death_waits_ = false;       // the I/O thread is done; the sender finishes it
   std::optional<Status> killed_;
 
-  // The receive side: I/O thread only.
+  // The receive side: of whoever has the role.
+  std::atomic<bool> receiving_{false};
+  SpinGate spin_gate_;
   FrameDecoder decoder_{Stage::session};
   std::vector<char> buffer_;
   size_t begin_ = 0, end_ = 0;  // unread bytes in buffer_

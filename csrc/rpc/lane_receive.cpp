@@ -2,6 +2,7 @@
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -24,6 +25,9 @@ constexpr size_t kBufferBytes = 64 << 10;
 // On a lane that carries bulk, payload bytes read together with a header are copied once more: read little ahead.
 constexpr size_t kReadAhead = 4 << 10;
 constexpr int64_t kReadBudget = 4 << 20;  // before other lanes of this thread get their turn
+constexpr size_t kPieces = 128;           // of one recvmsg
+constexpr int kSleepMs = 1;               // at most, of a caller that receives for itself
+constexpr int kSilenceMs = 30'000;
 
 }  // namespace
 
@@ -49,6 +53,8 @@ LaneImpl::LaneImpl(std::shared_ptr<Core> core, std::shared_ptr<SessionImpl> sess
     };
     description_ = "tcp " + plain(here) + " -> " + plain(there);
     rail_ = {here.host(), there.host()};
+    // Without heartbeats nobody else would find a peer that vanished.
+    limit_silence(fd_.get(), core_->options.heartbeat_ms > 0 ? core_->options.heartbeat_limit_ms : kSilenceMs);
   }
   ForkGuard::add(fd_.get());
   core_->lane_opened();
@@ -58,15 +64,18 @@ Session& LaneImpl::session() { return *session_; }
 
 Status LaneImpl::start() {
   std::lock_guard lock(mutex_);
-  auto token = reactor_->watch(fd_.get(), EPOLLIN | (waiting_for_room_ ? EPOLLOUT : 0u), shared_from_this());
+  auto token = reactor_->watch(fd_.get(), interest(), shared_from_this());
   if (token) {
     token_ = *token;
     return {};
   }
+  if (!killed_) killed_ = token.status();
   // Dies as a live lane would, on its own thread.
-  (void)reactor_->post([self = shared_from_this(), why = token.status()] { self->die(why); });
+  (void)reactor_->post([self = shared_from_this()] { self->take_role_and_receive(); });
   return token.status();
 }
+
+uint32_t LaneImpl::interest() const { return (polled_ ? 0u : EPOLLIN) | (waiting_for_room_ ? EPOLLOUT : 0u); }
 
 LaneProgress LaneImpl::progress() const {
   std::lock_guard lock(mutex_);
@@ -86,6 +95,11 @@ LaneProgress LaneImpl::progress() const {
   return progress;
 }
 
+std::vector<std::pair<std::string, std::string>> LaneImpl::tuning() const {
+  std::lock_guard lock(mutex_);
+  return fd_.valid() ? describe_tuning(fd_.get()) : std::vector<std::pair<std::string, std::string>>();
+}
+
 void LaneImpl::kill(const Status& why) {
   if (core_->forked()) return;
   std::lock_guard lock(mutex_);
@@ -100,50 +114,104 @@ void LaneImpl::on_events(uint32_t events) {
     bool drain_now = false;
     {
       std::lock_guard lock(mutex_);
-      if (std::exchange(waiting_for_room_, false)) reactor_->rearm(token_, fd_.get(), EPOLLIN);
-      if (!sending_ && (current_ || !control_.empty() || !bulk_.empty())) drain_now = sending_ = true;
+      if (std::exchange(waiting_for_room_, false)) reactor_->rearm(token_, fd_.get(), interest());
+      if (!sending_ && (current_ || has_queued())) drain_now = sending_ = true;
     }
     if (drain_now) drain(4 << 20);
   }
-  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) receive();
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) take_role_and_receive();
 }
 
-void LaneImpl::receive() {
+// I/O thread. A waiting caller that has the role arms epoll again before it goes, so nothing is missed.
+void LaneImpl::take_role_and_receive() {
+  if (receiving_.exchange(true, std::memory_order_acq_rel)) {
+    if (token_ == 0) (void)reactor_->post([self = shared_from_this()] { self->take_role_and_receive(); });
+    return;
+  }
+  if (!over_) (void)receive();
+  receiving_.store(false, std::memory_order_release);
+}
+
+bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadline) {
+  if (receiving_.exchange(true, std::memory_order_acq_rel)) return done();
+  {
+    std::lock_guard lock(mutex_);
+    if (dead_.load(std::memory_order_relaxed) || killed_ || token_ == 0) {
+      receiving_.store(false, std::memory_order_release);
+      return done();
+    }
+    polled_ = true;
+    reactor_->rearm(token_, fd_.get(), interest());
+  }
+  bool is_done = receive_for(done, deadline);
+  {
+    std::lock_guard lock(mutex_);
+    polled_ = false;
+    reactor_->rearm(token_, fd_.get(), interest());
+  }
+  receiving_.store(false, std::memory_order_release);
+  return is_done;
+}
+
+bool LaneImpl::receive_for(const std::function<bool()>& done, Deadline deadline) {
+  bool spin = spin_gate_.open(), slept = false;
+  for (int64_t spin_until = std::min(steady_ns() + SpinGate::kSpinNs, deadline.ns()); !done();) {
+    if ((spin || slept) && receive()) continue;  // who sleeps at once was just too early for the answer
+    if (spin && steady_ns() < spin_until) continue;
+    if (std::exchange(spin, false)) spin_gate_.spun(false);
+    if (slept || deadline.expired()) return done();
+    slept = true;
+    pollfd ready{fd_.get(), POLLIN, 0};  // stays open: the I/O thread needs the role to bury the lane
+    if (::poll(&ready, 1, std::min(deadline.remaining_ms(), kSleepMs)) <= 0) return done();
+  }
+  if (spin) spin_gate_.spun(true);
+  return true;
+}
+
+bool LaneImpl::receive() {
+  bool something = false;
   for (int64_t budget = kReadBudget; budget > 0;) {
     std::optional<Status> killed;
     {
       std::lock_guard lock(mutex_);
       killed = killed_;
     }
-    if (killed) return die(*killed);
-    iovec pieces[2];
+    if (killed) {
+      die(*killed);
+      return something;
+    }
+    iovec pieces[kPieces + 1];
     size_t count = 0;
     uint64_t window = 0;
     if (in_payload_) {
-      auto span = ask_window();
-      if (sink_) {
-        window = span.size();
-        pieces[count++] = {span.data(), span.size()};
-      } else {
-        pieces[count++] = {buffer_.data(), std::min<uint64_t>(buffer_.size(), payload_left_)};
-      }
+      count = ask_windows({pieces, kPieces});
+      for (size_t i = 0; i < count; ++i) window += pieces[i].iov_len;
+      if (count == 0) pieces[count++] = {buffer_.data(), std::min<uint64_t>(buffer_.size(), payload_left_)};
       // The next frame's header often follows at once: take it in the same call.
       if (sink_ && window == payload_left_) pieces[count++] = {buffer_.data(), kReadAhead};
     } else {
-      pieces[count++] = {buffer_.data(), mostly_bulk_ ? kReadAhead : buffer_.size()};
+      // The rest of a bulk frame's body alone, so that its payload is read to where it belongs.
+      size_t want = !mostly_bulk_ ? buffer_.size() : decoder_.in_body() ? decoder_.needed() : kReadAhead;
+      pieces[count++] = {buffer_.data(), std::min(want, buffer_.size())};
     }
     ssize_t n = receive_some(pieces, count);
     if (n <= 0 && sink_ && window > 0) {
       int err = errno;
-      sink_->filled(0);  // a window is open around one recv only, never while the lane sleeps
+      sink_->filled(0);  // windows are open around one recv only, never while the lane sleeps
       errno = err;
     }
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-      return die({Code::peer_lost, peer_name_ + " (" + description_ + "): " + ::strerror(errno)});
+      if (errno != EAGAIN && errno != EWOULDBLOCK) {
+        die({Code::peer_lost, peer_name_ + " (" + description_ + "): " + ::strerror(errno)});
+      }
+      return something;
     }
-    if (n == 0) return die({Code::peer_lost, peer_name_ + " (" + description_ + ") closed the connection or died"});
+    if (n == 0) {
+      die({Code::peer_lost, peer_name_ + " (" + description_ + ") closed the connection or died"});
+      return something;
+    }
+    something = true;
     last_heard_ns_.store(steady_ns(), std::memory_order_relaxed);
     received_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
     budget -= n;
@@ -158,11 +226,13 @@ void LaneImpl::receive() {
       end_ = bytes - placed;
       payload_arrived(placed);
     }
-    if (!parse_buffer()) return;
+    if (!parse_buffer()) return something;
     // A short read emptied the socket: asking again would only give EAGAIN.
-    size_t asked = pieces[0].iov_len + (count > 1 ? pieces[1].iov_len : 0);
-    if (bytes < asked && !is_unix_) return;
+    size_t asked = 0;
+    for (size_t i = 0; i < count; ++i) asked += pieces[i].iov_len;
+    if (bytes < asked && !is_unix_) return something;
   }
+  return something;
 }
 
 ssize_t LaneImpl::receive_some(iovec* pieces, size_t count) {
@@ -233,26 +303,27 @@ bool LaneImpl::begin_bulk() {
   return true;
 }
 
-// The window for the next bytes; empty, with sink_ gone, if the rest is to be thrown away.
-std::span<std::byte> LaneImpl::ask_window() {
-  if (!sink_) return {};
-  auto span = sink_->window(payload_offset_, payload_left_);
-  if (span.size() > payload_left_) span = span.first(payload_left_);
-  if (!span.empty()) return span;
+// The windows for the next bytes; none, with sink_ gone, if the rest is to be thrown away.
+size_t LaneImpl::ask_windows(std::span<iovec> pieces) {
+  if (!sink_) return 0;
+  size_t count = sink_->windows(payload_offset_, payload_left_, pieces);
+  if (count > 0) return count;
   auto finished = std::move(sink_);
   finished->finish(Status::ok());
-  return {};
+  return 0;
 }
 
 bool LaneImpl::take_payload_from_buffer() {
-  auto span = ask_window();
-  uint64_t n = std::min<uint64_t>(end_ - begin_, payload_left_);
-  if (sink_) {
-    n = std::min<uint64_t>(n, span.size());
-    std::memcpy(span.data(), buffer_.data() + begin_, n);
+  iovec pieces[kPieces];
+  size_t count = ask_windows(pieces);
+  uint64_t left = std::min<uint64_t>(end_ - begin_, payload_left_), placed = count == 0 ? left : 0;
+  for (size_t i = 0; i < count && placed < left; ++i) {
+    size_t n = std::min<size_t>(pieces[i].iov_len, left - placed);
+    std::memcpy(pieces[i].iov_base, buffer_.data() + begin_ + placed, n);
+    placed += n;
   }
-  begin_ += n;
-  payload_arrived(n);
+  begin_ += placed;
+  payload_arrived(placed);
   return true;
 }
 
@@ -270,6 +341,7 @@ void LaneImpl::end_bulk(const Status& status) {
 }
 
 void LaneImpl::die(const Status& why) {
+  if (!reactor_->in_thread()) return kill(why);  // the I/O thread buries it, when the waiting caller has gone
   if (std::exchange(over_, true)) return;
   if (in_payload_) end_bulk(why);
   bool sender_inside;
@@ -292,7 +364,7 @@ void LaneImpl::finish_death() {
   {
     std::lock_guard lock(mutex_);
     if (current_) unsent.push_back(std::move(current_));
-    for (auto* queue : {&control_, &bulk_}) {
+    for (auto* queue : {&control_, &bulk_[0], &bulk_[1]}) {
       for (auto& frame : *queue) unsent.push_back(std::move(frame));
       queue->clear();
     }

@@ -14,7 +14,8 @@ namespace {
 // lane before it looks after the others.
 constexpr int64_t kCallerBudget = 256 << 10;
 constexpr int64_t kIoBudget = 4 << 20;
-constexpr size_t kPieces = 64;  // of one sendmsg
+constexpr size_t kPieces = 512;           // of one sendmsg,
+constexpr uint64_t kSendBytes = 4 << 20;  // and their bytes: more than a socket takes at once
 
 }  // namespace
 
@@ -42,6 +43,7 @@ Status LaneImpl::send_bulk(BulkFrame bulk) {
   frame->payload = std::move(bulk.payload);
   frame->sent = std::move(bulk.sent);
   frame->keep = std::move(bulk.keep);
+  frame->is_background = bulk.priority == Priority::background;
   frame->total = kHeaderBytes + frame->body.size() + header.payload_bytes;
   // Large frames are left to the I/O thread, so that a caller can spread its slices over lanes; small ones save the
   // wake-up (about 45 µs) by going out here.
@@ -56,7 +58,8 @@ Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64
       return killed_ ? *killed_ : Status(Code::peer_lost, description_ + " is gone");
     }
     queued_.fetch_add(frame->total, std::memory_order_relaxed);
-    (is_control ? control_ : bulk_).push_back(std::move(frame));
+    auto& queue = is_control ? control_ : bulk_[frame->is_background ? 1 : 0];
+    queue.push_back(std::move(frame));
     if (sending_ || waiting_for_room_) return {};
     sending_ = true;
   }
@@ -68,6 +71,18 @@ Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64
     drain(kIoBudget);  // the reactors are gone, so is the socket
   }
   return {};
+}
+
+// Control first, then the foreground; after every kAgeing frames of the foreground one of the background, which so gets
+// its share however long the foreground's queue is.
+std::deque<std::unique_ptr<OutFrame>>* LaneImpl::next_queue() {
+  if (!control_.empty()) return &control_;
+  auto &foreground = bulk_[0], &background = bulk_[1];
+  if (!background.empty() && (foreground.empty() || ++passed_over_ > kAgeing)) {
+    passed_over_ = 0;
+    return &background;
+  }
+  return foreground.empty() ? nullptr : &foreground;
 }
 
 // Called with sending_ true and owned by this thread; gives it up before returning.
@@ -84,13 +99,13 @@ void LaneImpl::drain(int64_t budget) {
         return;
       }
       if (!current_) {
-        auto& queue = !control_.empty() ? control_ : bulk_;
-        if (queue.empty()) {
+        auto* queue = next_queue();
+        if (queue == nullptr) {
           sending_ = false;
           return;
         }
-        current_ = std::move(queue.front());
-        queue.pop_front();
+        current_ = std::move(queue->front());
+        queue->pop_front();
       }
       if (budget <= 0) {
         lock.unlock();  // the rest is the I/O thread's, which sees to its other lanes in between
@@ -107,7 +122,7 @@ void LaneImpl::drain(int64_t budget) {
       if (death_waits_) continue;  // take it up at the top; nobody else becomes the sender: the lane is dead
       if (err == EAGAIN || err == EWOULDBLOCK) {
         waiting_for_room_ = true;
-        reactor_->rearm(token_, fd_.get(), EPOLLIN | EPOLLOUT);
+        reactor_->rearm(token_, fd_.get(), interest());
         return;
       }
       // The I/O thread sees the shutdown and cleans up.
@@ -167,9 +182,12 @@ ssize_t LaneImpl::send_some(OutFrame& frame) {
     frame.payload_begin += frame.payload[frame.payload_at++].iov_len;
   }
   uint64_t skip = payload_done - frame.payload_begin;
-  for (size_t i = frame.payload_at; i < frame.payload.size() && count < kPieces; ++i, skip = 0) {
+  uint64_t offered = 0;
+  for (size_t i = frame.payload_at; i < frame.payload.size() && count < kPieces && offered < kSendBytes; ++i) {
     auto& piece = frame.payload[i];
     if (piece.iov_len > skip) pieces[count++] = {static_cast<char*>(piece.iov_base) + skip, piece.iov_len - skip};
+    offered += piece.iov_len - skip;
+    skip = 0;
   }
   msghdr message{};
   message.msg_iov = pieces;

@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 
 #include <cerrno>
+#include <utility>
 
 #include "common/clock.h"
 #include "rpc/fork_guard.h"
@@ -160,6 +161,19 @@ void Reactor::drop_all() {
   lock.unlock();
 }
 
+int Reactor::wait(epoll_event* events, int most, int wait_ms) {
+  if (std::exchange(expecting_, false) && wait_ms != 0 && spin_gate_.open()) {
+    for (int64_t until = steady_ns() + SpinGate::kSpinNs; steady_ns() < until;) {
+      int n = ::epoll_wait(epoll_.get(), events, most, 0);
+      if (n == 0) continue;
+      spin_gate_.spun(true);
+      return n;
+    }
+    spin_gate_.spun(false);
+  }
+  return ::epoll_wait(epoll_.get(), events, most, wait_ms);
+}
+
 void Reactor::run() {
   thread_id_ = std::this_thread::get_id();
   epoll_event events[64];
@@ -174,7 +188,7 @@ void Reactor::run() {
         break;
       }
     }
-    int n = ::epoll_wait(epoll_.get(), events, 64, wait_ms);
+    int n = wait(events, 64, wait_ms);
     for (int i = 0; i < n; ++i) {
       uint64_t token = events[i].data.u64;
       if (token == 0) {

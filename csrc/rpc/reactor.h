@@ -17,6 +17,9 @@
 
 #include "common/fd.h"
 #include "common/status.h"
+#include "rpc/spin_gate.h"
+
+struct epoll_event;
 
 namespace torch_mooncake::rpc {
 
@@ -43,6 +46,10 @@ class Reactor {
   uint64_t add_timer(int64_t at_ns, std::function<void()> fn);
   void cancel_timer(uint64_t id);
 
+  // From an event: the next may well come within microseconds (a request was answered), so the thread looks for it for
+  // up to 50 µs before it sleeps, as long as that has paid lately.
+  void expect_soon() { expecting_ = true; }
+
   // Runs what was posted, then ends the thread. Not from the reactor's own thread.
   void stop();
 
@@ -53,11 +60,14 @@ class Reactor {
   void run_tasks();
   int64_t run_timers();  // when the next is due, INT64_MAX if none
   void wake();
+  int wait(epoll_event* events, int most, int wait_ms);
 
   UniqueFd epoll_, event_;
   std::thread thread_;
   std::atomic<std::thread::id> thread_id_{};
   std::atomic<bool> woken_{false};
+  bool expecting_ = false;  // the reactor's thread only, as is
+  SpinGate spin_gate_;
 
   std::mutex mutex_;  // all below
   bool stopping_ = false;

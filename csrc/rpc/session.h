@@ -23,6 +23,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "common/api.h"
@@ -76,11 +77,12 @@ class Lane;
 class TM_API BulkReceive {
  public:
   virtual ~BulkReceive() = default;
-  // Where payload byte `offset` and the following go now; at most `wanted` bytes. Called before every recv, so this
-  // is where grants are re-checked. An empty span sends the rest of the payload to a sink (and is asked no more).
-  virtual std::span<std::byte> window(uint64_t offset, uint64_t wanted) = 0;
-  // `nbytes` were placed in the last window; 0 if the recv brought none. Between window() and this call the window may
-  // be written, and only then.
+  // Where payload byte `offset` and the following go now: fills in pieces, none of them empty, of together at most
+  // `wanted` bytes, and returns their number. Called before every recv, so this is where grants are re-checked. 0 sends
+  // the rest of the payload to a sink (and is asked no more).
+  virtual size_t windows(uint64_t offset, uint64_t wanted, std::span<iovec> pieces) = 0;
+  // The first `nbytes` of the last windows were placed; 0 if the recv brought none. Between windows() and this call the
+  // pieces may be written, and only then.
   virtual void filled(uint64_t nbytes) = 0;
   // The frame is over: ok, or the lane died inside it. Nothing writes to the windows any more.
   virtual void finish(const Status& status) = 0;
@@ -93,6 +95,10 @@ class TM_API BulkHandler {
   virtual std::unique_ptr<BulkReceive> begin(Lane& lane, std::string_view body, uint64_t payload_bytes) = 0;
 };
 
+// What waits behind what on a lane: control messages go first, then the foreground; the background gets at least one
+// frame in nine.
+enum class Priority : uint8_t { foreground = 0, background = 1 };
+
 // One outgoing bulk frame. `payload` must stay valid until `sent` is called (always, once: ok when the kernel has the
 // last byte, else why not; the lane then touches the payload no more). `keep` is dropped after that.
 struct BulkFrame {
@@ -100,6 +106,7 @@ struct BulkFrame {
   std::vector<iovec> payload;
   std::function<void(const Status&)> sent;
   std::shared_ptr<void> keep;
+  Priority priority = Priority::foreground;
 };
 
 // A rail is a pair of a local and a remote NIC, told by the addresses of a connection's two ends without their ports:
@@ -137,13 +144,17 @@ class TM_API Lane {
   virtual bool is_unix() const = 0;
   virtual std::string describe() const = 0;  // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
   virtual bool alive() const = 0;
-  // Queue a bulk frame behind those queued before. Fails (and does not call `sent`) only if the lane is dead.
+  // Queue a bulk frame behind those of its priority queued before. Fails (and does not call `sent`) only if the lane is
+  // dead.
   virtual Status send_bulk(BulkFrame frame) = 0;
   virtual uint64_t queued_bytes() const = 0;  // not yet given to the kernel
   virtual uint64_t bytes_sent() const = 0;
   virtual uint64_t bytes_received() const = 0;
   virtual const Rail& rail() const = 0;
-  virtual LaneProgress progress() const = 0;  // asks the kernel: not for every frame
+  virtual LaneProgress progress() const = 0;  // asks the kernel
+  virtual int64_t silent_ns() const = 0;      // since anything came
+  // What the connection was tuned to, for people: {"congestion control", "reno"}, {"round trip", "0.05 ms"} …
+  virtual std::vector<std::pair<std::string, std::string>> tuning() const = 0;
   // Shut the connection down (tests; a stuck lane). Both sides see it die; the session lives on while lane 0 does.
   virtual void kill(const Status& why) = 0;
 };
@@ -172,6 +183,11 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   virtual Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline,
                                     std::vector<UniqueFd> fds = {}) = 0;
   virtual Status post(uint16_t method, std::string body) = 0;
+  // Receives on the control lane with this thread, and handles what comes there, until done() is true: an answer then
+  // costs no wake-up of an I/O thread. Gives up by itself after a spin of 50 µs and a sleep of 1 ms, at the deadline,
+  // or at once if another thread is receiving; then wait as usual. Returns done().
+  virtual bool receive_until(const std::function<bool()>& done, Deadline deadline) = 0;
+  virtual bool over_unix() const = 0;  // lane 0 runs over a Unix socket, and with it those that open_lanes() makes
 
   // Bulk lanes. `lanes()` are those alive now. `open_lanes(n)`: have at least n (initiator only; the other side sees
   // them appear). A dead lane is not reopened by itself.

@@ -24,9 +24,9 @@ struct Waiter {
     ready.store(true, std::memory_order_release);
     cv.notify_one();
   }
-  bool wait(Deadline deadline) {
-    for (int64_t limit = steady_ns() + kSpinNs; steady_ns() < limit;) {
-      if (ready.load(std::memory_order_acquire)) break;
+  bool is_ready() const { return ready.load(std::memory_order_acquire); }
+  bool wait(Deadline deadline, int64_t spin_until_ns) {
+    while (steady_ns() < spin_until_ns && !is_ready()) {
     }
     std::unique_lock lock(mutex);
     if (deadline.is_never()) {
@@ -154,13 +154,21 @@ Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadli
   CallDone done = [waiter](Result<Message> result) { waiter->set(std::move(result)); };
   uint64_t id = 0;
   TM_TRY(begin_call(method, std::move(body), std::move(fds), done, id));
-  if (!waiter->wait(deadline)) {
+  int64_t spin_until_ns = steady_ns() + kSpinNs;
+  bool answered = receive_until([&] { return waiter->is_ready(); }, deadline);
+  if (!answered && !waiter->wait(deadline, spin_until_ns)) {
     if (take_call(id)) {
       return {Code::deadline_exceeded, "no answer from " + setup_.peer.name + " to method " + std::to_string(method)};
     }
-    (void)waiter->wait(Deadline::never());  // it is being completed just now
+    (void)waiter->wait(Deadline::never(), 0);  // it is being completed just now
   }
   return std::move(*waiter->result);
+}
+
+bool SessionImpl::receive_until(const std::function<bool()>& done, Deadline deadline) {
+  if (core_->forked()) return done();
+  auto lane = control();
+  return lane ? lane->receive_until(done, deadline) : done();
 }
 
 Status SessionImpl::post(uint16_t method, std::string body) {
@@ -214,6 +222,7 @@ void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::strin
   auto self = std::static_pointer_cast<SessionImpl>(shared_from_this());
   Responder responder;
   if (header.type == FrameType::call) {
+    if (lane.reactor().in_thread()) lane.reactor().expect_soon();
     auto state = std::make_shared<Responder::State>();
     state->session = self;
     state->id = header.id;

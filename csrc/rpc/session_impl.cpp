@@ -45,6 +45,11 @@ UniqueFd SessionImpl::peer_process() const {
   return UniqueFd(peer_process_.valid() ? ::fcntl(peer_process_.get(), F_DUPFD_CLOEXEC, 0) : -1);
 }
 
+bool SessionImpl::over_unix() const {
+  std::lock_guard lock(mutex_);
+  return has_unix_lane_;
+}
+
 std::shared_ptr<LaneImpl> SessionImpl::control() const {
   std::lock_guard lock(mutex_);
   return control_;
@@ -85,7 +90,8 @@ Status SessionImpl::open_lanes(int n, Deadline deadline) {
     {
       std::lock_guard lock(mutex_);
       if (ended_) return status_;
-      if (static_cast<int>(lanes_.size()) >= n) return {};
+      // A dead one may still be among them, while its end is being told.
+      if (std::count_if(lanes_.begin(), lanes_.end(), [](auto& lane) { return lane->alive(); }) >= n) return {};
     }
     TM_TRY(open_lane({}, deadline).status());
   }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/clock.h"
@@ -43,7 +44,14 @@ Result<Listener> open_listener(const Address& address, bool with_token);
 Result<Listener> adopt_listener(UniqueFd fd, const Address& address, bool with_token);
 
 // Latency and throughput settings of a connected socket of either kind.
+//
+// Congestion control, by rule: reno where both ends are one host (bbr's pacing halves loopback), else the host's own.
+// MSG_ZEROCOPY is never used: over loopback and veth the kernel copies such pages after all, and its notification
+// costs.
 void tune(int fd);
+// A peer that takes nothing for this long, or does not answer keepalives, is gone (TCP only).
+void limit_silence(int fd, int limit_ms);
+std::vector<std::pair<std::string, std::string>> describe_tuning(int fd);
 
 struct Credentials {
   pid_t pid = 0;

@@ -13,13 +13,13 @@ CopyPart::CopyPart(OpImplPtr op, std::vector<CopyPiece> pieces, std::string tran
 void CopyPart::run() {
   auto self = shared_from_this();
   op_->add(self);
-  if (nbytes_ <= kInlineBytes) return help();
-  op_->peer().engine().mover().post([self] { self->help(); });
+  if (nbytes_ <= kInlineBytes) return help(op_->deadline());
+  op_->peer().engine().mover().post([self] { self->help(self->op_->deadline()); });
 }
 
 bool CopyPart::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
 
-void CopyPart::help() {
+void CopyPart::help(Deadline) {
   if (claim()) work();
 }
 

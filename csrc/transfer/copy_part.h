@@ -20,7 +20,7 @@ class CopyPart : public Part, public std::enable_shared_from_this<CopyPart> {
   CopyPart(OpImplPtr op, std::vector<CopyPiece> pieces, std::string transport);
   void run();  // adds itself to the op and starts
   void stop(const Status& why) override;
-  void help() override;
+  void help(Deadline) override;
 
  protected:
   // Leave to touch the remote bytes, from acquire() to release(). A failed acquire() is not released.

@@ -55,7 +55,7 @@ struct EngineOptions {
   int lanes = 2;  // TCP lanes a rail (a pair of NICs) of each peer
   // Which NICs: globs of names ("eth*", "!docker*") and networks ("10.0.0.0/8"); empty: all but container bridges.
   std::vector<std::string> nics{};
-  uint64_t slice_bytes = 1 << 20;  // 256 KiB .. 4 MiB
+  uint64_t slice_bytes = 4 << 20;  // the most one chunk on a lane carries, 256 KiB .. 4 MiB; less where lanes are slow
   // The most that ops of a priority, begun here, read and write together, in bytes/s. 0: no limit.
   uint64_t foreground_rate = 0, background_rate = 0;
 };

@@ -61,9 +61,7 @@ std::vector<HeldGrant> GrantTable::take_held() {
   return held;
 }
 
-namespace {
-
-Status check_region(const RegionImplPtr& region, const Piece& piece, Direction direction) {
+Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction) {
   if (!region)
     return {Code::key_not_found, "grant " + std::to_string(piece.grant) + " does not exist: its region is gone"};
   if (direction == Direction::read ? !region->readable() : !region->writable())
@@ -75,15 +73,19 @@ Status check_region(const RegionImplPtr& region, const Piece& piece, Direction d
   return {};
 }
 
-}  // namespace
+Result<RegionImplPtr> GrantTable::resolve(const Piece& piece, Direction direction) const {
+  auto region = find(piece.grant);
+  TM_TRY(check_piece(region, piece, direction));
+  return region;
+}
 
 Status GrantTable::check(const Piece& piece, Direction direction) const {
-  return check_region(find(piece.grant), piece, direction);
+  return check_piece(find(piece.grant), piece, direction);
 }
 
 Result<Window> GrantTable::window(const Piece& piece, Direction direction) const {
   auto region = find(piece.grant);
-  TM_TRY(check_region(region, piece, direction));
+  TM_TRY(check_piece(region, piece, direction));
   if (!region->usage().acquire(user_)) return Status(Code::key_not_found, region->name() + " was deregistered");
   auto* data = region->data() + piece.offset;
   return Window{std::move(region), data};

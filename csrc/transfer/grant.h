@@ -38,6 +38,9 @@ struct HeldGrant {
   const std::string* name;
 };
 
+// Bounds and rights of a piece in its region (null: there is none). Errors as GrantTable::check.
+Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction);
+
 class GrantTable {
  public:
   // `user` is blamed in `busy`; outlives the table's grants.
@@ -56,6 +59,8 @@ class GrantTable {
   // The session is over: forget all; the mapped ones are returned, still counted as uses.
   std::vector<HeldGrant> take_held();
 
+  // The region of a piece after check(), to be entered by its usage(): for many pieces of one grant.
+  Result<RegionImplPtr> resolve(const Piece& piece, Direction direction) const;
   // Errors: key_not_found (no grant, or the region is gone), invalid_argument (no such right), out_of_bounds.
   Status check(const Piece& piece, Direction direction) const;
   Result<Window> window(const Piece& piece, Direction direction) const;

@@ -59,7 +59,7 @@ Status GroupOp::status() const {
 }
 
 Status GroupOp::wait(Deadline deadline) {
-  for (auto& member : members_) member->help();
+  for (auto& member : members_) member->help(deadline);
   if (!ended_.wait(deadline))
     return {Code::deadline_exceeded,
             "an op of " + std::to_string(members_.size()) + " targets is not over yet when the wait's deadline passed"};

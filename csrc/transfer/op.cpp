@@ -407,18 +407,18 @@ bool OpImpl::watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) {
   return true;
 }
 
-void OpImpl::help() {
-  if (ended()) return;
+void OpImpl::help(Deadline deadline) {
+  if (ended() || deadline.expired()) return;
   std::vector<LivePart> parts;
   {
     std::lock_guard lock(mutex_);
     parts = parts_;
   }
-  for (auto& live : parts) live.part->help();
+  for (auto& live : parts) live.part->help(deadline);
 }
 
 Status OpImpl::wait(Deadline deadline) {
-  help();
+  help(deadline);
   if (!ended_.wait(deadline))
     return {Code::deadline_exceeded, describe() + ": not over yet when the wait's deadline passed"};
   return status();

@@ -53,7 +53,7 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   // once, by the engine. On an error nothing has begun.
   Status start();
   void refuse(const Status& why);  // ends an op whose start() failed
-  void help();                     // a thread that is about to wait does queued work itself
+  void help(Deadline deadline);    // a thread that is about to wait does queued work itself
 
   // --- For the pacer, which holds the op open from start() to all_submitted().
   Priority priority() const { return options_.priority; }

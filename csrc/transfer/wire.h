@@ -18,9 +18,12 @@ enum Method : uint16_t {
   kWrite = 130,        // call: a stream of chunks follows on the lanes; answered when all are applied (tcp)
   kWriteCancel = 131,  // call: answered when no byte of that stream can land
   kRead = 132,         // call: send me these chunks; answered at the stream's end
+  kReadEnd = 133,      // post: no more chunks of that stream, please
   kRails = 134,        // post: this side's ends of rails have changed
   kLaneLost = 135,     // post: this side has shut that lane down
-  kReadEnd = 133,      // post: no more chunks of that stream, please
+  kSmallWrite = 136,   // call: pieces and their bytes in one message; answered when applied
+  kSmallRead = 137,    // call: pieces; the answer is their bytes
+  kLaneStuck = 138,    // call: what I send on that lane does not arrive; answered by a peer that is alive
 };
 
 // Requests with longer lists are split. 20 bytes a piece stay well under the 16 MiB of a control message.

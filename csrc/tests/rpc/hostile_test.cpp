@@ -274,6 +274,46 @@ TEST_CASE("after authentication: a frame out of place ends that session only") {
   CHECK(still_serves(address, ""));
 }
 
+TEST_CASE("addresses: IPv6 in brackets, with the scope of a link-local one; v4 over v6 is v4") {
+  auto loop = parse_address("tcp://[::1]:7400");
+  REQUIRE(loop.is_ok());
+  CHECK(loop->host == "::1");
+  CHECK(loop->port == 7400);
+  CHECK(loop->to_string() == "tcp://[::1]:7400");
+  CHECK(parse_address("[::1]:7400")->to_string() == "tcp://[::1]:7400");
+  CHECK(parse_address("::1:7400").status().code() == Code::invalid_argument);
+  auto scoped = parse_address("tcp://[fe80::1%lo]:80");
+  REQUIRE(scoped.is_ok());
+  CHECK(scoped->host == "fe80::1%lo");
+  auto resolved = resolve(*scoped, soon());
+  REQUIRE(resolved.is_ok());
+  CHECK(resolved->front().host() == "fe80::1%lo");
+  CHECK(resolved->front().to_string() == "tcp://[fe80::1%lo]:80");
+  CHECK(resolve(*parse_address("[::1]:5"), soon())->front().host() == "::1");
+  CHECK(resolve(*parse_address("[::ffff:10.1.2.3]:5"), soon())->front().host() == "10.1.2.3");
+  CHECK(resolve(*parse_address("10.1.2.3:5"), soon())->front().host() == "10.1.2.3");
+}
+
+TEST_CASE("a lane may be bound to a local address; one that is not ours is an error that says so") {
+  auto options = named("client");
+  options.host_id = "far";
+  auto server = make_endpoint(named("server"));
+  auto client = make_endpoint(options);
+  auto session = client->connect(server->listen("tcp://127.0.0.1:0").value(), soon()).value();
+  LaneTarget target{.from = "127.0.0.9"};
+  auto lane = session->open_lane(target, soon());
+  REQUIRE(lane.is_ok());
+  CHECK((*lane)->rail() == Rail{"127.0.0.9", "127.0.0.1"});
+  CHECK(session->lanes().size() == 2);
+  CHECK(session->open_lane({.from = "192.0.2.7"}, soon()).status().code() == Code::invalid_argument);
+  CHECK(session->open_lane({.from = "::1"}, soon()).status().code() == Code::invalid_argument);
+  CHECK(session->open_lane({.device = "no-such-nic"}, soon()).status().code() == Code::invalid_argument);
+  CHECK(session->lanes().size() == 2);
+  auto progress = (*lane)->progress();
+  CHECK(progress.waiting == 0);
+  CHECK(progress.acknowledged == (*lane)->bytes_sent());
+}
+
 TEST_CASE("addresses: unknown schemes and malformed ones are named") {
   auto endpoint = make_endpoint(named("x"));
   auto code = [&](const char* address) {

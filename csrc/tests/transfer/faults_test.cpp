@@ -330,6 +330,32 @@ TEST_CASE("SIGSTOP: a write and a read end by their deadline; after SIGCONT noth
   }
 }
 
+TEST_CASE("small ops to a stopped peer end by their deadline, and are quiescent once it has answered") {
+  for (Way way : {Way::unix_socket, Way::tcp}) {
+    CAPTURE(name_of(way));
+    TwoProcesses two(way);
+    auto remote = two.remote("r", 4096, 6);
+    Memory memory(way, 4096);
+    fill(memory.data, 4096, 5);
+    auto local = memory.register_in(*two.engine);
+    two.child.stop();
+    auto start = steady_ns();
+    auto write = must(two.engine->write({{local, 0, remote, 0, 4096}}, {.deadline = Deadline::after_ms(300)}));
+    auto read = must(two.engine->read({{local, 0, remote, 0, 4096}}, {.deadline = Deadline::after_ms(300)}));
+    CHECK(write->wait().code() == Code::deadline_exceeded);
+    CHECK(read->wait().code() == Code::deadline_exceeded);
+    CHECK(steady_ns() - start < 2'550'000'000);  // promised: 0.55 s
+    CHECK(!write->remote_quiescent());
+    fill(memory.data, 4096, 77);  // it is ours again, also while the answer is on its way
+    two.child.signal(SIGCONT);
+    for (auto until = soon(); !write->remote_quiescent() && !until.expired();) std::this_thread::yield();
+    CHECK(write->remote_quiescent());
+    REQUIRE_OK(must(two.engine->read({{local, 0, remote, 0, 1}}, {}))->wait());
+    CHECK(mismatch(memory.data + 1, 4095, 77, 1) == 4095);
+    CHECK(two.child.holds("r", 4096, 5));  // as it was when the write was called
+  }
+}
+
 TEST_CASE("SIGSTOP of the puller: the write ends by its deadline and is quiescent once the target says so") {
   TwoProcesses two(Way::process_vm, "transfer.pull=sleep:300");
   constexpr size_t kBytes = 64 * kMiB;

@@ -2,6 +2,7 @@
 
 #include "common/log.h"
 #include "transfer/engine_impl.h"
+#include "transfer/tcp/small.h"
 #include "transfer/wire.h"
 
 namespace torch_mooncake::transfer {
@@ -10,12 +11,17 @@ StreamEndpoint::StreamEndpoint(PeerImpl& peer)
     : peer_(peer), lanes_(peer, [this] { keeper_.watch(); }), keeper_(peer, lanes_) {}
 
 void StreamEndpoint::attach(EngineImpl& engine) {
-  auto forward = [](auto member) {
-    return [member](PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
-      auto* endpoint = peer.endpoint<StreamEndpoint>();
-      if (endpoint == nullptr) return responder.fail({Code::unsupported, "tcp is not allowed at this engine"});
-      (endpoint->*member)(std::move(request), std::move(responder));
+  auto only_with_tcp = [](auto handler) {
+    return [handler](PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
+      if (peer.endpoint<StreamEndpoint>() == nullptr)
+        return responder.fail({Code::unsupported, "tcp is not allowed at this engine"});
+      handler(peer, std::move(request), std::move(responder));
     };
+  };
+  auto forward = [&](auto member) {
+    return only_with_tcp([member](PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
+      (peer.endpoint<StreamEndpoint>()->*member)(std::move(request), std::move(responder));
+    });
   };
   engine.handle(kWrite, forward(&StreamEndpoint::on_write));
   engine.handle(kWriteCancel, forward(&StreamEndpoint::on_write_cancel));
@@ -23,6 +29,9 @@ void StreamEndpoint::attach(EngineImpl& engine) {
   engine.handle(kReadEnd, forward(&StreamEndpoint::on_read_end));
   engine.handle(kRails, forward(&StreamEndpoint::on_rails));
   engine.handle(kLaneLost, forward(&StreamEndpoint::on_lane_lost));
+  engine.handle(kLaneStuck, forward(&StreamEndpoint::on_lane_stuck));
+  engine.handle(kSmallWrite, only_with_tcp(SmallPart::on_write));
+  engine.handle(kSmallRead, only_with_tcp(SmallPart::on_read));
 }
 
 const Capabilities& StreamEndpoint::capabilities() const {
@@ -37,27 +46,26 @@ const Capabilities& StreamEndpoint::capabilities() const {
   return can;
 }
 
-std::string StreamEndpoint::name() const {
-  auto lanes = lanes_.bulk_lanes();
-  return !lanes.empty() && lanes.front()->is_unix() ? "unix" : "tcp";
-}
+std::string StreamEndpoint::name() const { return peer_.session()->over_unix() ? "unix" : "tcp"; }
 
 Explanation StreamEndpoint::explain() const {
   Explanation out{.transport = name(), .option = "tcp", .serves = "any host memory"};
   if (auto features = peer_.features(); features.known && !features.tcp)
     out.no_read = out.no_write = "the peer does not allow tcp";
-  auto& options = peer_.engine().options();
-  for (auto direction : {"read", "write"})
+  for (auto direction : {"read", "write"}) {
+    out.sizes.push_back({direction, SmallPart::kMaxBytes, "inside one message each way on lane 0"});
     out.sizes.push_back({direction, UINT64_MAX,
-                         "cut into chunks of up to " + std::to_string(options.slice_bytes >> 10) + " KiB over " +
+                         "cut into chunks of up to " + std::to_string(lanes_.chunk_bytes() >> 10) + " KiB over " +
                              std::to_string(std::max<size_t>(1, lanes_.bulk_lanes().size())) + " lanes"});
+  }
   out.lanes = lane_stats();
   return out;
 }
 
 std::vector<LaneStats> StreamEndpoint::lane_stats() const {
   std::vector<LaneStats> out;
-  for (auto& lane : peer_.session()->lanes())
+  auto rates = lanes_.rates();
+  for (auto& lane : peer_.session()->lanes()) {
     out.push_back({.transport = lane->is_unix() ? "unix" : "tcp",
                    .lane = lane->describe(),
                    .rail = lane->is_unix() ? "" : lane->rail().local + " -> " + lane->rail().remote,
@@ -65,6 +73,10 @@ std::vector<LaneStats> StreamEndpoint::lane_stats() const {
                    .bytes_sent = lane->bytes_sent(),
                    .bytes_received = lane->bytes_received(),
                    .queued_bytes = lane->queued_bytes()});
+    for (auto& [what, value] : lane->tuning()) out.back().facts.emplace_back(what, value);
+    if (auto rate = rates.find(lane->index()); rate != rates.end() && rate->second > 0)
+      out.back().facts.emplace_back("bytes a second", static_cast<int64_t>(rate->second));
+  }
   return out;
 }
 
@@ -78,7 +90,8 @@ Result<RemoteMemoryPtr> StreamEndpoint::open(const OpenedRegion& opened, Directi
 
 void StreamEndpoint::submit(const OpImplPtr& op, std::span<const Batch> batches) {
   auto& options = peer_.engine().options();
-  auto plan = plan_chunks(batches, options.slice_bytes, options.lanes);
+  auto plan = plan_chunks(batches, lanes_.chunk_bytes(), options.lanes);
+  if (SmallPart::fits(plan)) return std::make_shared<SmallPart>(op, std::move(plan))->run();
   if (op->direction() == Direction::write) {
     auto part = std::make_shared<WritePart>(op, lanes_, next_write_.fetch_add(1), std::move(plan));
     return part->run(op->take_notify());
@@ -205,6 +218,16 @@ void StreamEndpoint::on_rails(rpc::Message request, rpc::Responder responder) {
 
 void StreamEndpoint::on_lane_lost(rpc::Message request, rpc::Responder responder) {
   keeper_.lane_lost(ByteReader(request.body).get<uint32_t>());
+  responder.ok();
+}
+
+// The peer waits in vain for bytes to be taken, while we are alive. If nothing has come on our end for a while, our end
+// goes too: it may never learn of the other's death.
+void StreamEndpoint::on_lane_stuck(rpc::Message request, rpc::Responder responder) {
+  auto index = ByteReader(request.body).get<uint32_t>();
+  for (auto& lane : peer_.session()->lanes())
+    if (lane->index() == index && index != 0 && lane->silent_ns() > LaneScheduler::kStuckNs / 2)
+      lane->kill({Code::peer_lost, lane->describe() + " stood still, says " + peer_.name()});
   responder.ok();
 }
 

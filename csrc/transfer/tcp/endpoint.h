@@ -49,6 +49,7 @@ class StreamEndpoint final : public TransportEndpoint {
   void on_read_end(rpc::Message request, rpc::Responder responder);
   void on_rails(rpc::Message request, rpc::Responder responder);
   void on_lane_lost(rpc::Message request, rpc::Responder responder);
+  void on_lane_stuck(rpc::Message request, rpc::Responder responder);
   std::shared_ptr<WriteTarget> write_target(uint64_t id, bool make);  // null: finished
 
   PeerImpl& peer_;

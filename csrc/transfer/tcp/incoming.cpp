@@ -8,43 +8,47 @@ namespace torch_mooncake::transfer {
 
 class Incoming::Receiver final : public rpc::BulkReceive {
  public:
-  Receiver(std::shared_ptr<Incoming> stream, uint32_t chunk, std::vector<Target> targets, bool over_unix)
-      : stream_(std::move(stream)), chunk_(chunk), targets_(std::move(targets)), over_unix_(over_unix) {
-    for (auto& target : targets_) total_ += target.piece.nbytes;
+  Receiver(std::shared_ptr<Incoming> stream, uint32_t chunk, Frame frame, bool over_unix)
+      : stream_(std::move(stream)), chunk_(chunk), frame_(std::move(frame)), over_unix_(over_unix) {
+    for (auto& target : frame_.targets) total_ += target.nbytes;
   }
 
-  std::span<std::byte> window(uint64_t, uint64_t wanted) override {
+  size_t windows(uint64_t, uint64_t, std::span<iovec> pieces) override {
     if (inside_) leave();
-    if (at_ == targets_.size()) return {};
+    auto& targets = frame_.targets;
+    if (at_ == targets.size()) return 0;
     {
       std::unique_lock lock(stream_->mutex_);
       auto mine = [&] { return !stream_->stopped_ && stream_->chunks_[chunk_].owner == this; };
       // The lane that had this chunk before is inside one recv: it will find that it lost the chunk.
       stream_->left_.wait(lock, [&] { return !mine() || stream_->chunks_[chunk_].inside == nullptr; });
-      if (!mine()) return {};
+      if (!mine()) return 0;
       stream_->chunks_[chunk_].inside = this;
       ++stream_->inside_;
     }
     inside_ = true;
-    auto& target = targets_[at_];
-    auto data = stream_->enter(target, window_);
-    if (!data) {
-      Status why = data.status();
-      out();
-      stream_->stop(why);
-      return {};
+    size_t count = 0;
+    for (uint64_t skip = within_; count < pieces.size() && at_ + count < targets.size(); skip = 0) {
+      auto& target = targets[at_ + count];
+      if (target.region && (entered_.empty() || entered_.back() != target.region)) {
+        if (!stream_->enter(*target.region)) {
+          Status why{Code::key_not_found, target.region->name() + " was deregistered"};
+          leave();
+          stream_->stop(why);
+          return 0;
+        }
+        entered_.push_back(target.region);
+      }
+      pieces[count++] = {target.data + skip, target.nbytes - skip};
     }
-    entered_ = true;
-    return {*data + within_, std::min(wanted, target.piece.nbytes - within_)};
+    return count;
   }
 
   void filled(uint64_t nbytes) override {
     received_ += nbytes;
-    within_ += nbytes;
-    if (within_ == targets_[at_].piece.nbytes) {
-      ++at_;
-      within_ = 0;
-    }
+    for (nbytes += within_; at_ < frame_.targets.size() && nbytes >= frame_.targets[at_].nbytes; ++at_)
+      nbytes -= frame_.targets[at_].nbytes;
+    within_ = nbytes;
     leave();
   }
 
@@ -65,10 +69,8 @@ class Incoming::Receiver final : public rpc::BulkReceive {
 
  private:
   void leave() {
-    if (std::exchange(entered_, false)) stream_->leave(window_);
-    out();
-  }
-  void out() {
+    for (auto* region : entered_) stream_->leave(*region);
+    entered_.clear();
     inside_ = false;
     std::unique_lock lock(stream_->mutex_);
     stream_->chunks_[chunk_].inside = nullptr;
@@ -79,16 +81,17 @@ class Incoming::Receiver final : public rpc::BulkReceive {
 
   const std::shared_ptr<Incoming> stream_;
   const uint32_t chunk_;
-  const std::vector<Target> targets_;
+  const Frame frame_;
   const bool over_unix_;
-  uint64_t total_ = 0, received_ = 0, within_ = 0;
-  size_t at_ = 0;
-  bool inside_ = false, entered_ = false;
-  Window window_;
+  uint64_t total_ = 0, received_ = 0;
+  size_t at_ = 0;        // the target that gets the next byte,
+  uint64_t within_ = 0;  // and how many it has
+  bool inside_ = false;
+  std::vector<RegionImpl*> entered_;  // once for each run of targets in it
 };
 
-std::unique_ptr<rpc::BulkReceive> Incoming::begin(uint32_t chunk, std::vector<Target> targets, bool over_unix) {
-  auto receiver = std::make_unique<Receiver>(shared_from_this(), chunk, std::move(targets), over_unix);
+std::unique_ptr<rpc::BulkReceive> Incoming::begin(uint32_t chunk, Frame frame, bool over_unix) {
+  auto receiver = std::make_unique<Receiver>(shared_from_this(), chunk, std::move(frame), over_unix);
   std::lock_guard lock(mutex_);
   if (stopped_ || over_ || chunk >= std::min(total_, kMaxChunks)) return nullptr;
   if (chunk >= chunks_.size()) chunks_.resize(chunk + 1);

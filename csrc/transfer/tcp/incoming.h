@@ -2,7 +2,7 @@
 // at the initiator.
 //
 // Of several arrivals of one chunk the latest owns it; the earlier ones sink the rest of theirs. A lane is *inside*
-// from window() to filled(): around one recv, never across a sleep. complete() comes once, when every chunk is applied
+// from windows() to filled(): around one recv, never across a sleep. complete() comes once, when every chunk is applied
 // and no lane is inside; after stop(), quiet() comes once instead, when no lane is inside and none can enter any more.
 #pragma once
 
@@ -19,20 +19,26 @@ namespace torch_mooncake::transfer {
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
   virtual ~Incoming() = default;
-  // A frame of this chunk arrives; null: sink it. `targets` tell where its payload goes, in order.
+  // Where the payload of a frame goes, in order. No piece is empty.
   struct Target {
-    Piece piece;      // at the target of a write: checked and entered by grant
-    std::byte* data;  // at the initiator of a read
+    std::byte* data;
+    uint64_t nbytes;
+    RegionImpl* region;  // entered around each recv that may write there; null at the initiator of a read
   };
-  std::unique_ptr<rpc::BulkReceive> begin(uint32_t chunk, std::vector<Target> targets, bool over_unix);
+  struct Frame {
+    std::vector<Target> targets;
+    std::vector<RegionImplPtr> regions;  // that the targets name
+  };
+  // A frame of this chunk arrives; null: sink it.
+  std::unique_ptr<rpc::BulkReceive> begin(uint32_t chunk, Frame frame, bool over_unix);
   void expect(uint32_t chunks);  // now the number is known
   // Takes no more bytes. The first reason stays.
   void stop(const Status& why);
 
  protected:
-  // Leave to write target's bytes until leave(); an error refuses the frame and stops the stream.
-  virtual Result<std::byte*> enter(const Target& target, Window& window) = 0;
-  virtual void leave(Window& window) = 0;
+  // Leave to write into the region until leave(); false stops the stream: its owner takes it back.
+  virtual bool enter(RegionImpl& region) = 0;
+  virtual void leave(RegionImpl& region) = 0;
   virtual void applied(uint64_t nbytes, bool over_unix) = 0;
   virtual void complete() = 0;
   virtual void quiet(const Status& why) = 0;

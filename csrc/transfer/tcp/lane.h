@@ -1,5 +1,13 @@
 // LaneScheduler: which chunk of which stream goes over which lane of one session. A lane gets a few frames at a time,
-// so that what waits can still go elsewhere or be cancelled; streams take turns.
+// so that what waits can still go elsewhere or be cancelled; streams of one priority take turns.
+//
+// A chunk goes to the lane with the earliest predicted finish: bytes that wait in it, here and in the kernel, by the
+// rate at which its peer has acknowledged bytes lately. If that lane has enough for now, the chunk waits for it.
+//
+// While streams live, a watchdog looks at the lanes every 50 ms. One that has had bytes waiting and none acknowledged
+// for kStuckNs is suspected: the peer is asked by control message. If it answers, it is alive and the lane is stuck:
+// both ends are shut down, and what it carried is sent again elsewhere. If it does not (a stopped peer, a dead one),
+// the lane is left to the heartbeats.
 //
 // Bulk avoids the lanes of the handshake (control messages, passing of fds) as long as there are others: a stuck lane
 // may be killed, and that should not end the session.
@@ -19,6 +27,8 @@ class PeerImpl;
 class LaneScheduler {
  public:
   static constexpr uint32_t kLaneFrames = 4;
+  static constexpr uint64_t kLaneBytes = 2 << 20;  // not yet with the kernel; one frame may exceed it
+  static constexpr int64_t kStuckNs = 200'000'000;
 
   LaneScheduler(PeerImpl& peer, std::function<void()> started) : peer_(peer), started_(std::move(started)) {}
   bool busy() const;  // a stream has not ended
@@ -31,21 +41,44 @@ class LaneScheduler {
   // The lanes that bulk frames take now.
   std::vector<std::shared_ptr<rpc::Lane>> bulk_lanes() const;
 
+  // How much a chunk should carry: about a millisecond of a lane, 256 KiB to the engine's slice_bytes.
+  uint64_t chunk_bytes() const;
+  // Bytes arrived at this rate over all lanes together: a side that only reads has no other measure.
+  void learn_rate(double bytes_per_ns);
+  // A lane's rate in bytes a second, by its index; 0: not measured yet.
+  std::map<uint32_t, uint64_t> rates() const;
+
  private:
+  using LanePtr = std::shared_ptr<rpc::Lane>;
+  struct LaneState {
+    uint32_t frames = 0;  // given to the lane, and not yet all with the kernel
+    bool refuses = false;
+    bool suspected = false;                  // the peer is being asked
+    double rate = 0;                         // bytes acknowledged a nanosecond, while bytes waited
+    uint64_t waiting = 0, acknowledged = 0;  // as last seen
+    int64_t moved_ns = 0;                    // when bytes were last acknowledged, or none waited
+    uint64_t sample_acknowledged = 0;
+    int64_t sample_ns = 0;
+  };
   void pump();
-  bool send_next(const std::vector<std::shared_ptr<rpc::Lane>>& lanes);
-  void sent(const OutgoingPtr& stream, uint32_t chunk, const std::shared_ptr<rpc::Lane>& lane, uint64_t payload,
-            const Status& status);
+  bool send_next(const std::vector<LanePtr>& lanes);
+  LanePtr pick(const std::vector<LanePtr>& lanes);
+  LaneState& observe(const rpc::Lane& lane);
+  OutgoingPtr take_ready();
+  void sent(const OutgoingPtr& stream, uint32_t chunk, const LanePtr& lane, uint64_t payload, const Status& status);
   void make_ready(const OutgoingPtr& stream);
+  void watch();
+  void ask_about(const LanePtr& lane);
 
   PeerImpl& peer_;
   const std::function<void()> started_;  // after each start()
   mutable std::mutex mutex_;
   std::set<OutgoingPtr> live_;
-  std::deque<OutgoingPtr> ready_;        // have work; each once
-  std::map<uint32_t, uint32_t> frames_;  // in flight, by lane
-  std::set<uint32_t> refusing_;          // lanes that take no more; indices are never used again
-  bool pumping_ = false, pump_again_ = false;
+  std::deque<OutgoingPtr> ready_[2];      // by priority; have work; each once
+  int passed_over_ = 0;                   // foreground chunks since one of the background
+  std::map<uint32_t, LaneState> states_;  // indices are never used again
+  double lane_rate_ = 0;                  // the last that was measured of any lane, for those that are new
+  bool pumping_ = false, pump_again_ = false, watching_ = false;
 };
 
 }  // namespace torch_mooncake::transfer

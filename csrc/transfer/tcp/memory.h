@@ -28,7 +28,7 @@ struct ChunkPlan {
   }
 };
 
-inline constexpr uint32_t kMaxChunkPieces = 256;
+inline constexpr uint32_t kMaxChunkPieces = 1024;
 inline constexpr uint32_t kMaxChunks = 1u << 22;
 
 // Cuts long extents. Few bytes are still spread over `lanes`, in chunks of at least 128 KiB.

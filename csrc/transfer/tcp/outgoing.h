@@ -17,7 +17,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   virtual ~Outgoing() = default;
 
  protected:
-  explicit Outgoing(size_t chunks) : chunks_(chunks) {}
+  explicit Outgoing(size_t chunks, rpc::Priority priority = rpc::Priority::foreground)
+      : priority_(priority), chunks_(chunks) {}
   // Fills body and payload. An error breaks the stream.
   virtual Status gather(uint32_t chunk, uint32_t attempt, rpc::BulkFrame& frame) = 0;
   virtual void ungather(uint32_t chunk) = 0;
@@ -38,6 +39,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
     again_.pop_front();
     return chunk;
   }
+  const rpc::Priority priority_;
   // All guarded by the scheduler's mutex.
   std::vector<ChunkState> chunks_;
   std::deque<uint32_t> again_;  // to be sent once more

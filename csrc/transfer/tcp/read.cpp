@@ -5,6 +5,9 @@
 #include "transfer/wire.h"
 
 namespace torch_mooncake::transfer {
+namespace {
+constexpr uint64_t kMeasurable = 4 << 20;  // fewer bytes say little about a lane's rate
+}
 
 // ---- ReadPart
 
@@ -30,9 +33,11 @@ std::unique_ptr<rpc::BulkReceive> ReadPart::begin_frame(uint32_t chunk, uint64_t
     return nullptr;
   }
   auto pieces = plan_.pieces_of(chunk);
-  std::vector<Target> targets;
-  for (size_t i = 0; i < pieces.size(); ++i) targets.push_back({pieces[i], plan_.local[plan_.chunks[chunk].first + i]});
-  return Incoming::begin(chunk, std::move(targets), over_unix);
+  Frame frame;
+  frame.targets.reserve(pieces.size());
+  for (size_t i = 0; i < pieces.size(); ++i)
+    frame.targets.push_back({plan_.local[plan_.chunks[chunk].first + i], pieces[i].nbytes, nullptr});
+  return Incoming::begin(chunk, std::move(frame), over_unix);
 }
 
 void ReadPart::applied(uint64_t nbytes, bool over_unix) {
@@ -42,6 +47,8 @@ void ReadPart::applied(uint64_t nbytes, bool over_unix) {
 
 void ReadPart::end(const Status& outcome) {
   endpoint_.read_over(id_);
+  if (outcome && plan_.nbytes >= kMeasurable)
+    endpoint_.lanes().learn_rate(static_cast<double>(plan_.nbytes) / static_cast<double>(steady_ns() - began_ns_));
   if (!plan_.chunks.empty()) (void)op_->peer().session()->post(kReadEnd, ByteWriter().put(id_).take());
   op_->part_done(self(), outcome);
 }

@@ -24,8 +24,8 @@ class ReadPart final : public Part, public Incoming {
   std::unique_ptr<rpc::BulkReceive> begin_frame(uint32_t chunk, uint64_t payload_bytes, bool over_unix);
 
  protected:
-  Result<std::byte*> enter(const Target& target, Window&) override { return target.data; }
-  void leave(Window&) override {}
+  bool enter(RegionImpl&) override { return true; }  // the op itself uses its regions
+  void leave(RegionImpl&) override {}
   void applied(uint64_t nbytes, bool over_unix) override;
   void complete() override { end({}); }
   void quiet(const Status& why) override { end(why); }
@@ -38,6 +38,7 @@ class ReadPart final : public Part, public Incoming {
   StreamEndpoint& endpoint_;
   const uint64_t id_;
   const ChunkPlan plan_;
+  const int64_t began_ns_ = steady_ns();
 };
 
 class ReadSource final : public Outgoing {

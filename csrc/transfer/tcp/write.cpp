@@ -9,7 +9,7 @@ namespace torch_mooncake::transfer {
 // ---- WritePart
 
 WritePart::WritePart(OpImplPtr op, LaneScheduler& lanes, uint64_t id, ChunkPlan plan)
-    : Outgoing(plan.chunks.size()), op_(std::move(op)), lanes_(lanes), id_(id), plan_(std::move(plan)) {}
+    : Outgoing(plan.chunks.size(), static_cast<rpc::Priority>(op->priority())), op_(std::move(op)), lanes_(lanes), id_(id), plan_(std::move(plan)) {}
 
 void WritePart::run(std::string notify) {
   op_->add(self());
@@ -71,28 +71,37 @@ WriteTarget::WriteTarget(StreamEndpoint& endpoint, PeerImplPtr peer, uint64_t id
 
 std::unique_ptr<rpc::BulkReceive> WriteTarget::begin_frame(FrameHead head, uint64_t payload_bytes, bool over_unix) {
   uint64_t nbytes = 0;
-  std::vector<Target> targets;
+  uint32_t last_grant = 0;
+  Frame frame;
+  frame.targets.reserve(head.pieces.size());
   for (auto& piece : head.pieces) {
-    if (Status status = peer_->grants().check(piece, Direction::write); !status) {
+    Status status;
+    if (frame.regions.empty() || piece.grant != last_grant) {
+      auto region = peer_->grants().resolve(piece, Direction::write);
+      status = region.status();
+      if (region) frame.regions.push_back(std::move(*region));
+      last_grant = piece.grant;
+    } else {
+      status = check_piece(frame.regions.back(), piece, Direction::write);
+    }
+    if (!status) {
       stop(status);
       return nullptr;
     }
     nbytes += piece.nbytes;
-    if (piece.nbytes > 0) targets.push_back({piece, nullptr});
+    auto* region = frame.regions.back().get();
+    if (piece.nbytes > 0) frame.targets.push_back({region->data() + piece.offset, piece.nbytes, region});
   }
   if (nbytes != payload_bytes) {
     stop({Code::corrupt, "a frame's pieces and its payload differ in length"});
     return nullptr;
   }
-  return Incoming::begin(head.chunk, std::move(targets), over_unix);
+  return Incoming::begin(head.chunk, std::move(frame), over_unix);
 }
 
-Result<std::byte*> WriteTarget::enter(const Target& target, Window& window) {
-  TM_ASSIGN(window, peer_->grants().window(target.piece, Direction::write));
-  return window.data;
-}
+bool WriteTarget::enter(RegionImpl& region) { return region.usage().acquire(peer_->name()); }
 
-void WriteTarget::leave(Window& window) { peer_->grants().release(window); }
+void WriteTarget::leave(RegionImpl& region) { region.usage().release(peer_->name()); }
 
 void WriteTarget::applied(uint64_t nbytes, bool over_unix) {
   peer_->engine().metrics().bytes(over_unix ? "unix" : "tcp", 0, nbytes);

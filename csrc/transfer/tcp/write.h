@@ -50,8 +50,8 @@ class WriteTarget final : public Incoming {
   std::unique_ptr<rpc::BulkReceive> begin_frame(FrameHead head, uint64_t payload_bytes, bool over_unix);
 
  protected:
-  Result<std::byte*> enter(const Target& target, Window& window) override;
-  void leave(Window& window) override;
+  bool enter(RegionImpl& region) override;
+  void leave(RegionImpl& region) override;
   void applied(uint64_t nbytes, bool over_unix) override;
   void complete() override { answer({}); }
   void quiet(const Status& why) override { answer(why); }

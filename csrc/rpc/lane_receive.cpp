@@ -162,7 +162,8 @@ bool LaneImpl::receive_for(const std::function<bool()>& done, Deadline deadline)
     if (slept || deadline.expired()) return done();
     slept = true;
     pollfd ready{fd_.get(), POLLIN, 0};  // stays open: the I/O thread needs the role to bury the lane
-    if (::poll(&ready, 1, std::min(deadline.remaining_ms(), kSleepMs)) <= 0) return done();
+    int ms = deadline.is_never() ? kSleepMs : std::min(deadline.remaining_ms(), kSleepMs);
+    if (::poll(&ready, 1, ms) <= 0) return done();
   }
   if (spin) spin_gate_.spun(true);
   return true;

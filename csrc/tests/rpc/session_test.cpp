@@ -157,6 +157,7 @@ TEST_CASE("file descriptors: many messages with and without, none mixed up; refu
   Pair pair(abstract_name());
   std::vector<std::thread> threads;
   std::atomic<int> wrong{0};
+  REQUIRE(eventually([&] { return pair.server->sessions().size() == 1; }));  // with the fds of its end
   int resting = open_fds();
   for (int t = 0; t < 3; ++t) {
     threads.emplace_back([&] {

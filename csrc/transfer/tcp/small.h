@@ -2,7 +2,7 @@
 // lane, and the thread that waits for the op receives the answer itself (Session::receive_until).
 //
 // kSmallWrite (call): notification, pieces, payload. Answered when it is applied; its end is known by that answer
-// alone, as lane 0 keeps messages in order and ends with the session. kSmallRead (call): pieces; the answer is the
+// alone, as control messages are handled once. kSmallRead (call): pieces; the answer is the
 // payload. The bytes pass through the message, so the caller's memory is read inside submit() only, and written under
 // the part's lock, while the op lives.
 #pragma once

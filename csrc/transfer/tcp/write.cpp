@@ -9,7 +9,11 @@ namespace torch_mooncake::transfer {
 // ---- WritePart
 
 WritePart::WritePart(OpImplPtr op, LaneScheduler& lanes, uint64_t id, ChunkPlan plan)
-    : Outgoing(plan.chunks.size(), static_cast<rpc::Priority>(op->priority())), op_(std::move(op)), lanes_(lanes), id_(id), plan_(std::move(plan)) {}
+    : Outgoing(plan.chunks.size(), static_cast<rpc::Priority>(op->priority())),
+      op_(std::move(op)),
+      lanes_(lanes),
+      id_(id),
+      plan_(std::move(plan)) {}
 
 void WritePart::run(std::string notify) {
   op_->add(self());

@@ -65,6 +65,11 @@ async def in_thread(call: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     return await loop.run_in_executor(_pool(), lambda: call(*args, **kwargs))
 
 
+def submit(call: Callable[[], None]) -> None:
+    """``call()`` on the thread pool, soon; it reports its outcome itself."""
+    _pool().submit(call)
+
+
 def _pool() -> ThreadPoolExecutor:
     global _executor
     with _lock:

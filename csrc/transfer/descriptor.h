@@ -14,7 +14,7 @@
 
 namespace torch_mooncake::transfer {
 
-enum class AccessKind : uint8_t { segment = 1, process_vm = 2 };
+enum class AccessKind : uint8_t { segment = 1, process_vm = 2, rdma = 8 };
 
 struct AccessRecord {
   AccessKind kind;

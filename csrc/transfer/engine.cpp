@@ -7,6 +7,8 @@
 #include "transfer/engine_impl.h"
 #include "transfer/group.h"
 #include "transfer/process_vm/endpoint.h"
+#include "transfer/rdma/endpoint.h"
+#include "transfer/rdma/verbs_driver.h"
 #include "transfer/shm/endpoint.h"
 #include "transfer/tcp/endpoint.h"
 #include "transfer/wire.h"
@@ -14,7 +16,7 @@
 namespace torch_mooncake::transfer {
 namespace {
 
-constexpr std::array kOptions = {"local", "shm", "tcp"};
+constexpr std::array kOptions = {"local", "shm", "rdma", "tcp"};
 
 // Every live engine of this process, so that two of them find each other.
 struct Registry {
@@ -63,7 +65,8 @@ EngineImpl::EngineImpl(EngineOptions options, NicFilter nics, std::unique_ptr<rp
 Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
   for (auto& name : options.transports)
     if (std::find(kOptions.begin(), kOptions.end(), name) == kOptions.end())
-      return Status(Code::unsupported, "transport '" + name + "' does not exist here; there are: local, shm, tcp");
+      return Status(Code::unsupported,
+                    "transport '" + name + "' does not exist here; there are: local, shm, rdma, tcp");
   if (options.lanes < 1 || options.lanes > 64)
     return Status(Code::invalid_argument, "lanes must be 1..64, not " + std::to_string(options.lanes));
   if (options.slice_bytes < (256 << 10) || options.slice_bytes > (4 << 20))
@@ -72,6 +75,7 @@ Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
   TM_ASSIGN(auto nics, NicFilter::parse(options.nics));
   TM_ASSIGN(auto rpc, rpc::Endpoint::create(options.rpc));
   std::shared_ptr<EngineImpl> engine(new EngineImpl(std::move(options), std::move(nics), std::move(rpc)));
+  if (engine->allows("rdma")) TM_TRY(engine->open_nics());
   engine->attach();
   {
     std::lock_guard lock(registry().mutex);
@@ -83,6 +87,13 @@ Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
       return bound.status();
     }
   return engine;
+}
+
+Status EngineImpl::open_nics() {
+  auto driver = options_.rdma_driver ? options_.rdma_driver : rdma::verbs_driver();
+  TM_ASSIGN(auto devices, driver->open_devices());
+  for (auto& device : devices) nics_.push_back(std::make_shared<rdma::Nic>(device, nics_.size()));
+  return {};
 }
 
 void EngineImpl::attach() {
@@ -106,11 +117,13 @@ void EngineImpl::attach() {
   SegmentEndpoint::attach(*this);
   ProcessVmEndpoint::attach(*this);
   StreamEndpoint::attach(*this);
+  rdma::RdmaEndpoint::attach(*this);
 }
 
 EngineImpl::~EngineImpl() {
   if (getpid() != pid_) {
     rpc_.release();  // its threads are the parent's: nothing of it can be ended here
+    new rdma::Nics(std::move(nics_));
     return;
   }
   close();
@@ -164,11 +177,16 @@ void EngineImpl::handle(uint16_t method, std::function<void(PeerImpl&, rpc::Mess
 Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions options) {
   TM_TRY(usable());
   bool shm = allows("shm");
+  if (!nics_.empty() && place.kind == MemoryKind::host) {
+    TM_ASSIGN(place.nic_keys,
+              rdma::RegionKeys::make(nics_, place.data, place.nbytes, options.readable, options.writable));
+  }
   return RegionPtr(regions_->add(std::move(place), std::move(options), [&](const RegionImpl& region) {
     if (region.backing()) return region.backing()->access_records(region);
     std::vector<AccessRecord> records;
     if (shm && region.segment()) records.push_back(segment_record(region));
     if (shm) records.push_back(process_vm_record(region));
+    if (region.nic_keys()) records.push_back(region.nic_keys()->record());
     return records;
   }));
 }
@@ -492,7 +510,10 @@ void EngineImpl::close() {
   };
   while (!soon.expired() && std::any_of(regions.begin(), regions.end(), mapped)) usleep(200);
   rpc_->close();
+  for (auto& peer : everybody)
+    if (auto* endpoint = peer->endpoint<rdma::RdmaEndpoint>()) endpoint->wait_at_rest(Deadline::after_ms(1000));
   for (auto& worker : repair_) worker.stop();
+  for (auto& nic : nics_) nic->stop();
   notes_->close();
   for (auto& region : regions_->quarantined()) {
     log::warning("transfer", region->name() + " can still be written by " + region->usage().users() +

@@ -46,6 +46,10 @@ inline constexpr int kMemoryKinds = 3;
 // Who goes first. Background ops yield to foreground ones in every transport, and are not starved.
 enum class Priority : uint8_t { foreground, background };
 
+namespace transfer::rdma {
+class Driver;
+}
+
 struct EngineOptions {
   rpc::EndpointOptions rpc{};
   std::vector<std::string> listen{};  // empty: connects only
@@ -58,6 +62,8 @@ struct EngineOptions {
   uint64_t slice_bytes = 4 << 20;  // the most one chunk on a lane carries, 256 KiB .. 4 MiB; less where lanes are slow
   // The most that ops of a priority, begun here, read and write together, in bytes/s. 0: no limit.
   uint64_t foreground_rate = 0, background_rate = 0;
+  // What "rdma" stands on; null: libibverbs, opened when an engine first allows "rdma".
+  std::shared_ptr<transfer::rdma::Driver> rdma_driver{};
 };
 
 struct RegionOptions {

@@ -14,6 +14,7 @@
 #include "transfer/notification_queue.h"
 #include "transfer/pacer.h"
 #include "transfer/peer.h"
+#include "transfer/rdma/memory.h"
 #include "transfer/region_table.h"
 #include "transfer/tcp/host_rails.h"
 #include "transfer/worker.h"
@@ -63,6 +64,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   // Dials lanes. Rails take different threads, so that one that is silent does not hold up the others.
   Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
   HostRails& host_rails() { return host_rails_; }
+  const rdma::Nics& nics() const { return nics_; }   // empty unless "rdma" is allowed
   PeerImplPtr peer(const rpc::SessionPtr& session);  // the session's peer, made if need be
   // Registers a method whose handler wants the peer.
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
@@ -76,6 +78,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
  private:
   EngineImpl(EngineOptions options, NicFilter nics, std::unique_ptr<rpc::Endpoint> rpc);
   void rails_changed();
+  Status open_nics();
   void attach();
   Status check(Direction direction, std::span<const Batch> batches) const;
   Result<OpPtr> transfer_to_many(Direction direction, std::vector<Batch> batches, OpOptions options);
@@ -89,6 +92,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::shared_ptr<Worker> callbacks_;
   std::shared_ptr<NotificationQueue> notes_;
   std::unique_ptr<rpc::Endpoint> rpc_;
+  rdma::Nics nics_;
   std::shared_ptr<RegionTable> regions_;  // shared with drains that may outlive us
   std::shared_ptr<Pacer> pacer_;
   Worker mover_{"tm-mover"};

@@ -23,7 +23,7 @@ struct SizeRule {
 
 // One connection, queue pair or file ring; its counters are those of stats().
 struct LaneStats {
-  std::string peer{};                    // "name (pid 42)"; filled in by the engine
+  std::string peer{};     // "name (pid 42)"; filled in by the engine
   std::string transport;  // "tcp", "unix", "rdma" …
   std::string lane{};     // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
   std::string rail{};     // the pair of NICs it runs on: "eth0 -> 10.0.0.2"; "" if there is no choice

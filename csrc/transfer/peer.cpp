@@ -3,6 +3,7 @@
 #include "transfer/engine_impl.h"
 #include "transfer/local/endpoint.h"
 #include "transfer/process_vm/endpoint.h"
+#include "transfer/rdma/endpoint.h"
 #include "transfer/shm/endpoint.h"
 #include "transfer/tcp/endpoint.h"
 #include "transfer/wire.h"
@@ -21,6 +22,7 @@ PeerImpl::PeerImpl(EngineImpl& engine, rpc::SessionPtr session)
       endpoints_.push_back(std::make_unique<SegmentEndpoint>(*this));
       endpoints_.push_back(std::make_unique<ProcessVmEndpoint>(*this));
     }
+    if (option == "rdma") endpoints_.push_back(std::make_unique<rdma::RdmaEndpoint>(*this));
     if (option == "tcp") endpoints_.push_back(std::make_unique<StreamEndpoint>(*this));
   }
 }
@@ -42,12 +44,12 @@ bool PeerImpl::we_read_peer_vm() const {
   return known > 0;
 }
 
-// hello: u8 shm allowed, u8 tcp allowed, u8 "I can read your memory by process_vm_readv", and
-// the ends of its rails.
+// hello: u8 shm allowed, u8 tcp allowed, u8 "I can read your memory by process_vm_readv", u8 rdma
+// allowed, and the ends of its rails.
 std::string PeerImpl::hello() const {
   ByteWriter out;
   out.put(static_cast<uint8_t>(engine_.allows("shm"))).put(static_cast<uint8_t>(engine_.allows("tcp")));
-  out.put(static_cast<uint8_t>(we_read_peer_vm()));
+  out.put(static_cast<uint8_t>(we_read_peer_vm())).put(static_cast<uint8_t>(engine_.allows("rdma")));
   encode_ends(out, session_->same_host() ? std::vector<RailEnd>() : engine_.host_rails().ends());
   return out.take();
 }
@@ -63,6 +65,7 @@ void PeerImpl::learn(std::string_view hello) {
   f.shm = in.get<uint8_t>() != 0;
   f.tcp = in.get<uint8_t>() != 0;
   f.peer_reads_our_vm = in.get<uint8_t>() != 0;
+  f.rdma = in.get<uint8_t>() != 0;
   f.rails = decode_ends(in);
   f.known = in.ok();
   std::lock_guard lock(mutex_);

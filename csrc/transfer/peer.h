@@ -24,9 +24,9 @@ class RemoteRegionImpl;
 // Which side may do what, exchanged once after the handshake.
 struct PeerFeatures {
   bool known = false;
-  bool shm = false, tcp = false;   // the peer allows them
-  std::vector<RailEnd> rails{};    // the NICs it can be reached at, refreshed by kRails
-  bool peer_reads_our_vm = false;  // process_vm_readv, probed by the peer
+  bool shm = false, tcp = false, rdma = false;  // the peer allows them
+  bool peer_reads_our_vm = false;               // process_vm_readv, probed by the peer
+  std::vector<RailEnd> rails{};                 // the NICs it can be reached at, refreshed by kRails
 };
 
 class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl> {

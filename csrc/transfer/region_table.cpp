@@ -22,6 +22,7 @@ RegionImplPtr RegionTable::add(Place place, RegionOptions options,
   region->backing_ = std::move(place.backing);
   region->segment_ = std::move(place.segment);
   region->segment_offset_ = place.segment_offset;
+  region->nic_keys_ = std::move(place.nic_keys);
   region->engine_ = engine_;
   {
     std::lock_guard lock(mutex_);
@@ -78,8 +79,10 @@ bool RegionTable::remove(const RegionImplPtr& region) {
 }
 
 std::shared_ptr<void> RegionTable::forget(const RegionImplPtr& region) {
+  std::shared_ptr<rdma::RegionKeys> keys;  // fences when it goes, without the lock
   std::lock_guard lock(mutex_);
   if (quarantined_.erase(region->id_) == 0) return nullptr;
+  keys = std::move(region->nic_keys_);
   return std::move(region->options_.keep);
 }
 

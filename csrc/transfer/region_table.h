@@ -19,6 +19,10 @@ namespace torch_mooncake::transfer {
 
 class RegionImpl;
 
+namespace rdma {
+class RegionKeys;
+}
+
 // What a region that is no host memory stands on (a file, an allocation of a GPU): made and understood by its
 // transport, dropped with the region's last reference.
 class Backing {
@@ -49,6 +53,8 @@ class RegionImpl final : public Region {
   const std::shared_ptr<Segment>& segment() const { return segment_; }
   uint64_t segment_offset() const { return segment_offset_; }
   const Id128& engine() const { return engine_; }
+  // With RDMA: how NICs reach it. Gone when the region is forgotten, which fences them.
+  const std::shared_ptr<rdma::RegionKeys>& nic_keys() const { return nic_keys_; }
 
  private:
   friend class RegionTable;
@@ -59,6 +65,7 @@ class RegionImpl final : public Region {
   std::shared_ptr<Backing> backing_;
   std::shared_ptr<Segment> segment_;
   uint64_t segment_offset_ = 0;
+  std::shared_ptr<rdma::RegionKeys> nic_keys_;
   Id128 engine_{};
   std::string descriptor_;
   std::atomic<uint64_t> word_{0};
@@ -77,6 +84,7 @@ class RegionTable {
     uint64_t segment_offset = 0;
     MemoryKind kind = MemoryKind::host;
     std::shared_ptr<Backing> backing{};  // of other kinds than host
+    std::shared_ptr<rdma::RegionKeys> nic_keys{};
   };
   // `records` makes the access records of the new region.
   RegionImplPtr add(Place place, RegionOptions options,

@@ -6,24 +6,27 @@
 namespace torch_mooncake::transfer {
 
 enum Method : uint16_t {
-  kHello = 100,        // call: what each side allows
-  kOpen = 101,         // call: descriptor -> grant
-  kCloseGrant = 102,   // post, by the holder: the grant is not used any more
-  kNotify = 103,       // call: an op's notification
-  kRevoke = 104,       // call, by the owner: answered when the holder touches the mapped bytes no more
-  kReleaseAll = 105,   // call, by the holder, before it closes the session
-  kSegment = 110,      // call: grant -> the segment's fd (shm)
-  kPull = 120,         // call: target, read this from my memory (process_vm); answered when applied
-  kPullCancel = 121,   // call: answered when that pull writes no more
-  kWrite = 130,        // call: a stream of chunks follows on the lanes; answered when all are applied (tcp)
-  kWriteCancel = 131,  // call: answered when no byte of that stream can land
-  kRead = 132,         // call: send me these chunks; answered at the stream's end
-  kReadEnd = 133,      // post: no more chunks of that stream, please
-  kRails = 134,        // post: this side's ends of rails have changed
-  kLaneLost = 135,     // post: this side has shut that lane down
-  kSmallWrite = 136,   // call: pieces and their bytes in one message; answered when applied
-  kSmallRead = 137,    // call: pieces; the answer is their bytes
-  kLaneStuck = 138,    // call: what I send on that lane does not arrive; answered by a peer that is alive
+  kHello = 100,           // call: what each side allows
+  kOpen = 101,            // call: descriptor -> grant
+  kCloseGrant = 102,      // post, by the holder: the grant is not used any more
+  kNotify = 103,          // call: an op's notification
+  kRevoke = 104,          // call, by the owner: answered when the holder touches the mapped bytes no more
+  kReleaseAll = 105,      // call, by the holder, before it closes the session
+  kSegment = 110,         // call: grant -> the segment's fd (shm)
+  kPull = 120,            // call: target, read this from my memory (process_vm); answered when applied
+  kPullCancel = 121,      // call: answered when that pull writes no more
+  kWrite = 130,           // call: a stream of chunks follows on the lanes; answered when all are applied (tcp)
+  kWriteCancel = 131,     // call: answered when no byte of that stream can land
+  kRead = 132,            // call: send me these chunks; answered at the stream's end
+  kReadEnd = 133,         // post: no more chunks of that stream, please
+  kRails = 134,           // post: this side's ends of rails have changed
+  kLaneLost = 135,        // post: this side has shut that lane down
+  kSmallWrite = 136,      // call: pieces and their bytes in one message; answered when applied
+  kSmallRead = 137,       // call: pieces; the answer is their bytes
+  kLaneStuck = 138,       // call: what I send on that lane does not arrive; answered by a peer that is alive
+  kRdmaConnect = 150,     // call: make your end of a queue pair (rdma)
+  kRdmaDisconnect = 151,  // call: answered when that end is destroyed
+  kRdmaNotify = 152,      // call: the text of a notification whose immediate comes behind the data
 };
 
 // Requests with longer lists are split. 20 bytes a piece stay well under the 16 MiB of a control message.

@@ -131,6 +131,7 @@ TEST_CASE("the other process") {
 }
 
 Child::Child(Way way, const std::string& failpoints) {
+  if (way == Way::rdma) fake_verbs::Fabric::instance();  // of both processes
   int down[2], up[2];
   REQUIRE(pipe2(down, O_CLOEXEC) == 0);
   REQUIRE(pipe2(up, O_CLOEXEC) == 0);
@@ -354,6 +355,22 @@ TEST_CASE("small ops to a stopped peer end by their deadline, and are quiescent 
     CHECK(mismatch(memory.data + 1, 4095, 77, 1) == 4095);
     CHECK(two.child.holds("r", 4096, 5));  // as it was when the write was called
   }
+}
+
+TEST_CASE("rdma: a target that stands still takes part in no read and no write") {
+  TwoProcesses two(Way::rdma);
+  constexpr size_t kBytes = 24 * kMiB + 3;
+  auto remote = two.remote("r", kBytes);
+  Memory memory(Way::rdma, kBytes);
+  fill(memory.data, kBytes, 8);
+  auto local = memory.register_in(*two.engine);
+  two.child.stop();
+  REQUIRE_OK(must(two.engine->write({{local, 0, remote, 0, kBytes}}, {.deadline = soon()}))->wait());
+  std::memset(memory.data, 0, kBytes);
+  REQUIRE_OK(must(two.engine->read({{local, 0, remote, 0, kBytes}}, {.deadline = soon()}))->wait());
+  CHECK(mismatch(memory.data, kBytes, 8) == kBytes);
+  two.child.signal(SIGCONT);
+  CHECK(two.child.holds("r", kBytes, 8));
 }
 
 TEST_CASE("SIGSTOP of the puller: the write ends by its deadline and is quiescent once the target says so") {

@@ -11,14 +11,15 @@
 #include <vector>
 
 #include "transfer/engine.h"
+#include "transfer/fake_verbs.h"
 
 namespace transfer_test {
 
 using namespace torch_mooncake;
 
-enum class Way { local, segment, process_vm, unix_socket, tcp };
-inline constexpr Way kWays[] = {Way::local, Way::segment, Way::process_vm, Way::unix_socket, Way::tcp};
-inline constexpr Way kTwoProcessWays[] = {Way::segment, Way::process_vm, Way::unix_socket, Way::tcp};
+enum class Way { local, segment, process_vm, unix_socket, tcp, rdma };
+inline constexpr Way kWays[] = {Way::local, Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma};
+inline constexpr Way kTwoProcessWays[] = {Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma};
 
 inline const char* name_of(Way way) {
   switch (way) {
@@ -32,6 +33,8 @@ inline const char* name_of(Way way) {
       return "unix";
     case Way::tcp:
       return "tcp";
+    case Way::rdma:
+      return "rdma";
   }
   return "";
 }
@@ -47,6 +50,10 @@ inline EngineOptions options_for(Way way, const std::string& name) {
     case Way::segment:
     case Way::process_vm:
       o.transports = {"shm"};
+      break;
+    case Way::rdma:  // two devices, so that every op has two rails; or what libibverbs finds
+      o.transports = {"rdma"};
+      if (!getenv("TM_TEST_VERBS")) o.rdma_driver = std::make_shared<fake_verbs::FakeDriver>(2);
       break;
     case Way::tcp:
       o.rpc.same_host_listener = false;

@@ -1,0 +1,329 @@
+// RdmaEndpoint: making, failing, fencing and remaking of lanes; the peer's pairs; notifications.
+#include <algorithm>
+
+#include "common/log.h"
+#include "transfer/engine_impl.h"
+#include "transfer/rdma/endpoint.h"
+#include "transfer/rdma/later.h"
+#include "transfer/rdma/passive_pair.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer::rdma {
+namespace {
+
+constexpr int kFirstRetryMs = 100, kLastRetryMs = 500;
+constexpr int64_t kAnswerMs = 5000;
+
+}  // namespace
+
+std::string RdmaLane::rail() const { return nic_->info().name + " -> NIC " + std::to_string(remote_nic_); }
+
+// ---- Our lanes
+
+// Each NIC of either side is on at least one rail.
+void RdmaEndpoint::make_lanes(uint32_t remote_nics, Later& later) {
+  auto& nics = peer_.engine().nics();
+  size_t rails = std::max<size_t>(nics.size(), remote_nics);
+  for (size_t i = 0; i < rails; ++i)
+    lanes_.push_back(std::make_shared<RdmaLane>(*this, peer_.weak_from_this(), nics[i % nics.size()],
+                                                static_cast<uint32_t>(i % remote_nics)));
+  for (auto& lane : lanes_) connect(lane, later);
+}
+
+Status RdmaEndpoint::wait_for_lane(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  for (;;) {
+    if (over_) return peer_.session()->status();
+    bool hope = false;
+    Status error;
+    for (auto& lane : lanes_) {
+      if (lane->state_ == RdmaLane::State::up) return {};
+      if (lane->state_ == RdmaLane::State::down && lane->failures_ > 0)
+        error = lane->last_error_;
+      else
+        hope = true;
+    }
+    if (!hope) return error.with("no RDMA rail to " + peer_.name());
+    if (deadline.expired()) return {Code::deadline_exceeded, "no RDMA rail to " + peer_.name() + " in time"};
+    changed_.wait_for(lock, std::chrono::nanoseconds(std::min<int64_t>(deadline.remaining_ns(), 1'000'000'000)));
+  }
+}
+
+// The mutex is held; making a queue pair may take the kernel a while, so another thread does.
+void RdmaEndpoint::connect(const RdmaLanePtr& lane, Later& later) {
+  lane->state_ = RdmaLane::State::connecting;
+  lane->connection_ = next_connection_++;
+  later.add([this, lane, peer = peer_.shared_from_this()] {
+    peer->engine().repair().post([this, lane, peer] { make_queue_pair(lane); });
+  });
+}
+
+// connect: u64 connection, u32 NIC of the target, address. Answer: address.
+void RdmaEndpoint::make_queue_pair(const RdmaLanePtr& lane) {
+  auto made = lane->nic_->device().make_queue_pair(RdmaLane::kDepth, 0);
+  Later later;
+  std::lock_guard lock(mutex_);
+  if (!made || over_) return not_connected(lane, over_ ? peer_.session()->status() : made.status(), later);
+  lane->queue_pair_ = std::move(*made);
+  auto address = lane->queue_pair_->address();
+  lane->nic_->add(address.number, lane);
+  ByteWriter request;
+  request.put(lane->connection_).put(lane->remote_nic_);
+  address.encode(request);
+  later.add([this, lane, peer = peer_.shared_from_this(), connection = lane->connection_, body = request.take()] {
+    peer->session()->call(
+        kRdmaConnect, body, Deadline::after_ms(kAnswerMs), [this, lane, peer, connection](Result<rpc::Message> answer) {
+          auto shared = std::make_shared<Result<rpc::Message>>(std::move(answer));
+          peer->engine().repair().post(
+              [this, lane, peer, connection, shared] { finish_connect(lane, connection, std::move(*shared)); });
+        });
+  });
+}
+
+void RdmaEndpoint::finish_connect(const RdmaLanePtr& lane, uint64_t connection, Result<rpc::Message> answer) {
+  Later later;
+  std::lock_guard lock(mutex_);
+  if (lane->connection_ != connection || lane->state_ != RdmaLane::State::connecting) return;
+  Status status = over_ ? peer_.session()->status() : answer.status();
+  if (status) {
+    ByteReader in(answer->body);
+    auto remote = QueuePairAddress::decode(in);
+    status = in.done() ? lane->queue_pair_->connect(remote)
+                       : Status(Code::corrupt, peer_.name() + " answered connect with bytes we cannot read");
+  }
+  if (!status) return not_connected(lane, status, later);
+  lane->state_ = RdmaLane::State::up;
+  lane->failures_ = 0;
+  lane->last_error_ = {};
+  changed_.notify_all();
+  pump(later);
+}
+
+void RdmaEndpoint::not_connected(const RdmaLanePtr& lane, const Status& why, Later& later) {
+  lane->state_ = RdmaLane::State::down;
+  lane->last_error_ = why;
+  later.destroy(lane->nic_, lane->release_queue_pair());
+  if (++lane->failures_ == 1 && !over_)
+    log::warning("transfer", peer_.name() + ": " + lane->rail() + ": " + why.to_string());
+  changed_.notify_all();
+  reconnect_later(*lane, later);
+}
+
+void RdmaEndpoint::reconnect_later(RdmaLane& lane, Later& later) {
+  if (over_) return;
+  int delay_ms = std::min(kFirstRetryMs << std::min(lane.failures_, 8), kLastRetryMs);
+  std::weak_ptr<PeerImpl> weak = peer_.weak_from_this();
+  later.add([this, weak, delay_ms, lane = lane.shared_from_this(), &rpc = peer_.engine().rpc()] {
+    rpc.add_timer(Deadline::after_ms(delay_ms), [this, weak, lane] {
+      auto peer = weak.lock();
+      if (!peer) return;
+      Later soon;
+      std::lock_guard lock(mutex_);
+      if (over_ || lane->state_ != RdmaLane::State::down) return;
+      if (lane->nic_->up()) return connect(lane, soon);
+      ++lane->failures_;
+      reconnect_later(*lane, soon);
+    });
+  });
+}
+
+void RdmaEndpoint::fail(RdmaLane& lane, const Status& why, Later& later) {
+  if (lane.state_ != RdmaLane::State::up) return;
+  lane.state_ = RdmaLane::State::failing;
+  lane.last_error_ = why;
+  lane.flush_by_ns_ = steady_ns() + RdmaLane::kFlushNs;
+  lane.queue_pair_->fail();
+  if (!over_) {
+    peer_.engine().metrics().failover();
+    log::warning("transfer", peer_.name() + ": " + lane.rail() + " is taken out: " + why.to_string());
+  }
+  if (lane.posted_.empty()) return flushed(lane, later);
+  lane.nic_->watch();
+}
+
+// A NIC that does not flush (it has died) lets go of the memory when the queue pair is destroyed. This thread is the
+// NIC's, so nobody else handles its completions now.
+bool RdmaEndpoint::flush_late(RdmaLane& lane, int64_t now_ns) {
+  std::unique_ptr<QueuePair> pair;
+  {
+    std::lock_guard lock(mutex_);
+    if (lane.state_ != RdmaLane::State::failing) return false;
+    if (now_ns < lane.flush_by_ns_) return true;
+    pair = lane.release_queue_pair();
+  }
+  pair.reset();
+  Later later;
+  std::lock_guard lock(mutex_);
+  while (!lane.posted_.empty()) {
+    auto posted = lane.pop();
+    auto part = posted.part;
+    --part->posted_;
+    ++part->unsettled_;
+    lane.unsettled_.push_back(std::move(posted));
+    if (part->stopped_ && part->posted_ == 0) end(part, later);
+  }
+  flushed(lane, later);
+  return false;
+}
+
+// Nothing of the lane touches our memory any more. The peer destroys its end before anything is posted again.
+void RdmaEndpoint::flushed(RdmaLane& lane, Later& later) {
+  lane.state_ = RdmaLane::State::fencing;
+  if (over_) return settled(lane, later);
+  later.add([this, lane = lane.shared_from_this(), peer = peer_.shared_from_this(), connection = lane.connection_] {
+    peer->session()->call(kRdmaDisconnect, ByteWriter().put(connection).take(), Deadline::never(),
+                          [this, lane, peer, connection](Result<rpc::Message> answer) {
+                            if (!answer) return;  // the session is over: session_over() has settled it, or will
+                            Later soon;
+                            std::lock_guard lock(mutex_);
+                            if (lane->connection_ == connection && lane->state_ == RdmaLane::State::fencing)
+                              settled(*lane, soon);
+                          });
+  });
+}
+
+void RdmaEndpoint::settled(RdmaLane& lane, Later& later) {
+  lane.state_ = RdmaLane::State::down;
+  later.destroy(lane.nic_, lane.release_queue_pair());
+  for (auto& posted : std::exchange(lane.unsettled_, {})) {
+    auto& part = posted.part;
+    --part->unsettled_;
+    if (part->stopped_) {
+      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) part->op().set_remote_quiescent(true);
+      continue;
+    }
+    if (posted.slice == RdmaPart::kImmediate || part->over_) continue;
+    peer_.engine().metrics().resent(1);
+    part->again_.push_back(posted.slice);
+    make_ready(part);
+  }
+  // The peer may have destroyed its end before it heard of an immediate, also of one that is done: only the answer to
+  // the notification counts. It knows which it has delivered.
+  for (auto& part : notifying_) {
+    if (part->immediate_on_ != lane.connection_) continue;
+    part->immediate_due_ = true;
+    make_ready(part);
+  }
+  reconnect_later(lane, later);
+  pump(later);
+}
+
+void RdmaEndpoint::port_down(RdmaLane& lane) {
+  Later later;
+  std::lock_guard lock(mutex_);
+  fail(lane, {Code::io, "its port is down"}, later);
+}
+
+// ---- The peer's lanes
+
+void RdmaEndpoint::on_connect(rpc::Message message, rpc::Responder responder) {
+  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+  peer_.engine().repair().post([this, peer = peer_.shared_from_this(), body = std::move(message.body), shared] {
+    ByteReader in(body);
+    auto connection = in.get<uint64_t>();
+    auto index = in.get<uint32_t>();
+    auto remote = QueuePairAddress::decode(in);
+    auto& nics = peer->engine().nics();
+    if (!in.done() || index >= nics.size()) return shared->fail({Code::invalid_argument, "malformed rdma connect"});
+    auto& nic = nics[index];
+    auto made = nic->device().make_queue_pair(1, kReceives);
+    if (!made) return shared->fail(made.status().with(nic->info().name));
+    auto pair = std::make_shared<PassivePair>(*this, peer, nic, std::move(*made));
+    nic->add(pair->number(), pair);
+    Status status = pair->queue_pair().connect(remote);
+    if (status) status = pair->queue_pair().post_receives(kReceives);
+    if (!status) return shared->fail(status.with(nic->info().name));
+    ByteWriter out;
+    pair->queue_pair().address().encode(out);
+    {
+      std::lock_guard lock(mutex_);
+      if (over_) return;
+      passive_[connection] = std::move(pair);
+    }
+    shared->ok(out.take());
+  });
+}
+
+void RdmaEndpoint::on_disconnect(rpc::Message message, rpc::Responder responder) {
+  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+  peer_.engine().repair().post([this, peer = peer_.shared_from_this(), body = std::move(message.body), shared] {
+    std::shared_ptr<PassivePair> pair;
+    {
+      std::lock_guard lock(mutex_);
+      auto it = passive_.find(ByteReader(body).get<uint64_t>());
+      if (it != passive_.end()) {
+        pair = std::move(it->second);
+        passive_.erase(it);
+      }
+    }
+    // The NIC's thread may hold it for the length of a callback; the answer waits for its real end.
+    std::weak_ptr<PassivePair> weak = pair;
+    pair.reset();
+    while (!weak.expired()) std::this_thread::yield();
+    shared->ok();
+  });
+}
+
+// ---- Notifications: the text comes as a message, the immediate behind the data
+
+void RdmaEndpoint::begin_notify(const RdmaPartPtr& part, Later& later) {
+  if (notifying_.size() >= kNotifying) return wait_to_notify_.push_back(part);
+  notifying_.insert(part);
+  part->notifying_ = part->immediate_due_ = true;
+  part->notify_id_ = next_notify_++;
+  make_ready(part);
+  later.add([this, part, peer = peer_.shared_from_this()] {
+    ByteWriter request;
+    request.put(part->notify_id_).put(std::string_view(part->notify_));
+    peer->session()->call(kRdmaNotify, request.take(), Deadline::never(),
+                          [this, part, peer](Result<rpc::Message> answer) {
+                            Later soon;
+                            std::lock_guard lock(mutex_);
+                            if (part->over_ || part->stopped_) return;
+                            if (std::exchange(part->ready_, false)) std::erase(ready_, part);
+                            part->immediate_due_ = false;
+                            part->outcome_ = answer.status();
+                            end(part, soon);
+                            pump(soon);
+                          });
+  });
+}
+
+void RdmaEndpoint::on_notify(rpc::Message message, rpc::Responder responder) {
+  ByteReader in(message.body);
+  auto id = in.get<uint32_t>();
+  auto text = in.get_string();
+  if (!in.done()) return responder.fail({Code::invalid_argument, "malformed rdma notification"});
+  Later later;
+  std::lock_guard lock(mutex_);
+  if (over_) return;
+  auto& incoming = incoming_[id];
+  incoming.text = std::move(text);
+  incoming.responder = std::move(responder);
+  deliver(id, later);
+}
+
+void RdmaEndpoint::immediate(uint32_t id) {
+  Later later;
+  std::lock_guard lock(mutex_);
+  if (over_ || id < delivered_below_ || delivered_.count(id)) return;
+  incoming_[id].immediate = true;
+  deliver(id, later);
+}
+
+void RdmaEndpoint::deliver(uint32_t id, Later& later) {
+  auto it = incoming_.find(id);
+  if (!it->second.immediate || !it->second.text) return;
+  auto incoming = std::make_shared<Incoming>(std::move(it->second));
+  incoming_.erase(it);
+  delivered_.insert(id);
+  while (!delivered_.empty() && *delivered_.begin() == delivered_below_) {
+    delivered_.erase(delivered_.begin());
+    ++delivered_below_;
+  }
+  later.add([incoming, peer = peer_.shared_from_this()] {
+    peer->engine().notes()->push({peer->identity().engine, peer->identity().name, std::move(*incoming->text)});
+    incoming->responder.ok();
+  });
+}
+
+}  // namespace torch_mooncake::transfer::rdma

@@ -1,0 +1,115 @@
+// The verbs that the RDMA transport needs, so that libibverbs (verbs_driver.h) and a fake stand behind one interface.
+//
+// Ownership: a Device outlives its Registrations and QueuePairs. Threads: registering, creating and destroying are safe
+// from any thread and may block for as long as the kernel does; post() and post_receives() of one queue pair, and
+// poll() of one device, want one caller at a time. After Device::Event::fatal nothing completes any more, and
+// destroying still works: it is what takes the memory back from the NIC.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/bytes.h"
+#include "common/status.h"
+
+namespace torch_mooncake::transfer::rdma {
+
+struct DeviceInfo {
+  std::string name;  // "mlx5_0"
+  bool port_up = false;
+  uint64_t max_mr_nbytes = 0;  // the most that one registration holds
+  uint64_t max_message_nbytes = 0;
+  uint32_t max_work_requests = 0;
+  uint32_t max_inline_nbytes = 0;
+  uint32_t mtu = 0;         // bytes
+  uint64_t speed_mbps = 0;  // 0: unknown
+};
+
+// Where a queue pair is reached, as the other side's NIC wants it.
+struct QueuePairAddress {
+  std::array<uint8_t, 16> gid{};
+  uint16_t lid = 0;
+  uint32_t number = 0, first_packet = 0, mtu = 0;
+  void encode(ByteWriter& out) const;
+  static QueuePairAddress decode(ByteReader& in);
+};
+
+// Memory that a NIC may touch until this goes; the destructor returns when it touches it no more.
+class Registration {
+ public:
+  virtual ~Registration() = default;
+  virtual uint32_t local_key() const = 0;
+  virtual uint32_t remote_key() const = 0;
+};
+
+enum class Opcode : uint8_t { write, read, write_with_immediate };
+
+struct WorkRequest {
+  uint64_t id;
+  Opcode opcode;
+  bool signalled;  // gives a completion also when it goes well; all before it on its queue pair are then done
+  bool inlined;    // a write whose bytes are copied by post()
+  uint32_t nbytes;
+  uint32_t local_key, remote_key, immediate;
+  uint64_t local, remote;  // addresses
+};
+
+enum class Outcome : uint8_t { done, flushed, remote_access, retries_exceeded, failed };
+
+struct Completion {
+  uint64_t id;  // of the work request; nothing if `received`
+  uint32_t queue_pair;
+  Outcome outcome;
+  bool received;  // a peer's immediate
+  uint32_t immediate;
+  std::string detail{};  // the driver's words for a failure
+};
+
+// One reliable connection. Destroying it fences: its NIC touches no memory for it afterwards.
+class QueuePair {
+ public:
+  virtual ~QueuePair() = default;
+  virtual QueuePairAddress address() const = 0;
+  // To the state in which both sides can send, towards `remote`.
+  virtual Status connect(const QueuePairAddress& remote) = 0;
+  // Everything posted and not done completes as flushed, unsignalled requests too, in order.
+  virtual void fail() = 0;
+  // All or none; one doorbell. Errors: io (the queue pair takes no more).
+  virtual Status post(std::span<const WorkRequest> requests) = 0;
+  virtual Status post_receives(uint32_t count) = 0;  // for immediates
+};
+
+class Device {
+ public:
+  enum class Event : uint8_t { port_up, port_down, fatal };
+
+  virtual ~Device() = default;
+  virtual DeviceInfo info() const = 0;
+  // Rights are those of peers; this process reads and, unless the pages themselves forbid it, writes.
+  virtual Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool readable,
+                                                                bool writable) = 0;
+  virtual Result<std::unique_ptr<QueuePair>> make_queue_pair(uint32_t work_requests, uint32_t receives) = 0;
+  // Up to out.size() completions; how many.
+  virtual size_t poll(std::span<Completion> out) = 0;
+  // Makes completion_fd() readable at the next completion. Poll once more after it, before sleeping.
+  virtual Status arm() = 0;
+  virtual int completion_fd() const = 0;
+  virtual void clear_completion_fd() = 0;
+  virtual int event_fd() const = 0;
+  virtual std::optional<Event> next_event() = 0;
+};
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  // Devices with a usable port, opened. Unsupported, with the reason in words, if there is none.
+  virtual Result<std::vector<std::shared_ptr<Device>>> open_devices() = 0;
+};
+
+}  // namespace torch_mooncake::transfer::rdma

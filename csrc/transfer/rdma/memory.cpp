@@ -1,0 +1,73 @@
+#include "transfer/rdma/memory.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+
+namespace torch_mooncake::transfer::rdma {
+namespace {
+
+constexpr uint64_t kPage = 4096;
+
+Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes) {
+  rlimit limit{};
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  std::string hint;
+  if (limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < nbytes)
+    hint = "; the limit of locked memory is " + std::to_string(limit.rlim_cur) + " bytes: ulimit -l unlimited";
+  return {Code::io,
+          "registering " + std::to_string(nbytes) + " bytes with " + nic.info().name + ": " + status.message() + hint};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
+                                                     bool writable) {
+  auto keys = std::make_shared<RegionKeys>();
+  keys->address_ = reinterpret_cast<uint64_t>(data);
+  keys->chunk_nbytes_ = UINT32_MAX / kPage * kPage;  // a work request's length has 32 bits
+  for (auto& nic : nics) {
+    uint64_t most = std::min(nic->info().max_mr_nbytes, nic->info().max_message_nbytes);
+    keys->chunk_nbytes_ = std::max(kPage, std::min(keys->chunk_nbytes_, most / kPage * kPage));
+  }
+  keys->nics_ = nics;
+  for (auto& nic : nics) {
+    auto& registrations = keys->by_nic_.emplace_back();
+    for (uint64_t at = 0; at < nbytes; at += keys->chunk_nbytes_) {
+      uint64_t n = std::min(keys->chunk_nbytes_, nbytes - at);
+      auto made = nic->device().register_memory(static_cast<std::byte*>(data) + at, n, readable, writable);
+      if (!made) return explain_failure(made.status(), *nic, n);
+      registrations.push_back(std::move(*made));
+    }
+  }
+  return keys;
+}
+
+AccessRecord RegionKeys::record() const {
+  ByteWriter out;
+  out.put(address_).put(chunk_nbytes_).put(static_cast<uint32_t>(nics_.size()));
+  for (size_t i = 0; i < nics_.size(); ++i) {
+    out.put(std::string_view(nics_[i]->info().name)).put(static_cast<uint32_t>(by_nic_[i].size()));
+    for (auto& registration : by_nic_[i]) out.put(registration->remote_key());
+  }
+  return {AccessKind::rdma, out.take()};
+}
+
+Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, uint64_t nbytes) {
+  ByteReader in(body);
+  auto memory = std::make_shared<RdmaMemory>();
+  memory->address = in.get<uint64_t>();
+  memory->chunk_nbytes = in.get<uint64_t>();
+  auto nics = in.get_count(8);
+  bool plausible = memory->chunk_nbytes > 0 && memory->chunk_nbytes <= UINT32_MAX && nics > 0;
+  for (uint32_t i = 0; i < nics && in.ok(); ++i) {
+    memory->nics.push_back(in.get_string());
+    auto& keys = memory->keys.emplace_back(in.get_count(4));
+    for (auto& key : keys) key = in.get<uint32_t>();
+    plausible = plausible && keys.size() == (nbytes + memory->chunk_nbytes - 1) / memory->chunk_nbytes;
+  }
+  if (!plausible || !in.done()) return Status(Code::invalid_argument, "malformed rdma record in a descriptor");
+  return memory;
+}
+
+}  // namespace torch_mooncake::transfer::rdma

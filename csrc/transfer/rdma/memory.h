@@ -1,0 +1,42 @@
+// Memory as NICs reach it: keys of one region on every NIC, one for each chunk of at most max_mr_size.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "transfer/descriptor.h"
+#include "transfer/rdma/nic.h"
+#include "transfer/transport.h"
+
+namespace torch_mooncake::transfer::rdma {
+
+using Nics = std::vector<std::shared_ptr<Nic>>;
+
+// Our own memory. Dropping the last reference fences: no NIC touches it afterwards, whatever keys peers still hold.
+class RegionKeys {
+ public:
+  // Errors: io, which says what to do where the limit of locked memory is the reason.
+  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
+                                                  bool writable);
+  uint64_t chunk_nbytes() const { return chunk_nbytes_; }
+  uint32_t local_key(uint32_t nic, uint32_t chunk) const { return by_nic_[nic][chunk]->local_key(); }
+  // Body: u64 address, u64 bytes a chunk, u32 NICs; for each its name, u32 chunks, u32 remote keys.
+  AccessRecord record() const;
+
+ private:
+  uint64_t address_ = 0, chunk_nbytes_ = 0;
+  Nics nics_;
+  std::vector<std::vector<std::unique_ptr<Registration>>> by_nic_;
+};
+
+// A peer's.
+struct RdmaMemory final : RemoteMemory {
+  uint64_t address = 0, chunk_nbytes = 0;
+  std::vector<std::vector<uint32_t>> keys;  // by the owner's NIC, by chunk
+  std::vector<std::string> nics;
+};
+// invalid_argument: bytes that cannot be the record of a region of `nbytes`.
+Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, uint64_t nbytes);
+
+}  // namespace torch_mooncake::transfer::rdma

@@ -88,10 +88,13 @@ TEST_CASE("garbage, HTTP, TLS, absurd lengths, half a frame: closed; nobody else
   };
   auto server = make_endpoint(with_token("server", "secret"));
   auto friendly = make_endpoint(with_token("friend", "secret"));
+  size_t sessions = 0;
   for (auto& listen : every_listen()) {
     CAPTURE(listen);
     auto address = server->listen(listen).value();
     auto session = friendly->connect(address, soon()).value();
+    ++sessions;  // the accepting side has its fds a moment after the dialling one
+    REQUIRE(eventually([&] { return server->sessions().size() == sessions; }));
     int resting = open_fds();
     std::vector<UniqueFd> strangers;
     for (auto& input : inputs) {

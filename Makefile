@@ -95,7 +95,7 @@ $(PEERS)/ready: | $(PY)
 	touch $@
 
 bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick)
-	@for script in benchmarks/transfer.py benchmarks/pool.py; do $(PY) $$script $(BENCH_ARGS); done
+	@for script in benchmarks/transfer.py benchmarks/file.py benchmarks/pool.py; do $(PY) $$script $(BENCH_ARGS); done
 
 cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU)
 	cmake -S . -B build/cuda -G Ninja -DTM_CUDA=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF

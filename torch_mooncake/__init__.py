@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch_mooncake.pool import Version as Version
     from torch_mooncake.shared import empty as empty
     from torch_mooncake.transfer import Engine as Engine
+    from torch_mooncake.transfer import File as File
     from torch_mooncake.transfer import Notification as Notification
     from torch_mooncake.transfer import Op as Op
     from torch_mooncake.transfer import Pages as Pages
@@ -72,7 +73,7 @@ _EXPORTS = {
     "hardware": ("topology",),
     "pool": ("Info", "Pool", "PutResult", "Version"),
     "shared": ("empty",),
-    "transfer": ("Engine", "Notification", "Op", "Pages", "Peer", "Region", "RemoteRegion"),
+    "transfer": ("Engine", "File", "Notification", "Op", "Pages", "Peer", "Region", "RemoteRegion"),
     "verbs": (
         *("put", "get", "exists", "delete", "keys", "wait", "stat", "put_many", "get_many"),
         *("info", "put_state_dict", "get_state_dict", "import_safetensors", "export_safetensors"),

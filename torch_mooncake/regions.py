@@ -66,7 +66,8 @@ class Tie:
 
 
 class Region:
-    """Memory of this process that peers may reach. ``region[a:b]`` is a part of it. Made by ``Engine.register``."""
+    """Memory or a file of this process that peers may reach. ``region[a:b]`` is a part of it. Made by
+    ``Engine.register``."""
 
     __slots__ = ("__weakref__", "_core", "_engine", "_tie", "nbytes", "tensor")
 
@@ -76,6 +77,11 @@ class Region:
         self._tie = tie
         self.tensor = tensor  # what was registered; None if the region is weak
         self.nbytes: int = core.nbytes
+
+    @property
+    def kind(self) -> str:
+        """ "host", "file" or "cuda"."""
+        return self._core.kind
 
     def descriptor(self) -> bytes:
         """What a peer needs to open this region. It gives no access without a session."""
@@ -97,7 +103,8 @@ class Region:
         return RegionSlice(self, *bounds(key, self.nbytes))
 
     def __repr__(self) -> str:
-        return f"<Region {self._core.id} of {self.nbytes} bytes at {self._core.address:#x}>"
+        where = f"{self.tensor!r}" if self.kind == "file" else f"{self._core.address:#x}"
+        return f"<Region {self._core.id} of {self.nbytes} bytes at {where}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +151,13 @@ def span_of(memory: Any, writable: bool) -> tuple[int, int, Any]:
     """(address, nbytes, what keeps it) of a tensor or buffer."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(memory, torch.Tensor):
-        if memory.device.type != "cpu" or memory.layout is not torch.strided or not memory.is_contiguous():
+        if (
+            memory.device.type not in ("cpu", "cuda")
+            or memory.layout is not torch.strided
+            or not memory.is_contiguous()
+        ):
             raise InvalidArgument(
-                f"only contiguous CPU tensors can be registered, not {memory.layout} on {memory.device}"
+                f"only contiguous CPU and CUDA tensors can be registered, not {memory.layout} on {memory.device}"
                 f"{'' if memory.layout is not torch.strided or memory.is_contiguous() else ' with strides'}"
             )
         return memory.data_ptr(), memory.numel() * memory.element_size(), memory
@@ -155,6 +166,11 @@ def span_of(memory: Any, writable: bool) -> tuple[int, int, Any]:
     except (TypeError, BufferError, ValueError) as error:
         raise InvalidArgument(f"cannot register a {type(memory).__name__}: {error}") from None
     return pinned.address, pinned.nbytes, pinned
+
+
+def is_cuda(memory: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(memory, torch.Tensor) and memory.is_cuda
 
 
 def storage_of(memory: Any) -> Any:

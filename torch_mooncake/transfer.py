@@ -15,6 +15,9 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import io
+import os
+import sys
 import threading
 import time
 import weakref
@@ -23,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch_mooncake import _core, discovery, profiling
 from torch_mooncake.clock import NEVER, deadline_ns
-from torch_mooncake.errors import Closed, DeadlineExceeded, Forked, InvalidArgument, KeyNotFound
+from torch_mooncake.errors import Busy, Closed, DeadlineExceeded, Forked, InvalidArgument, KeyNotFound
 from torch_mooncake.explain import Explanation
-from torch_mooncake.regions import Pages, Region, RegionSlice, RemoteSlice, Tie, bounds, span_of, storage_of
+from torch_mooncake.regions import Pages, Region, RegionSlice, RemoteSlice, Tie, bounds, is_cuda, span_of, storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +57,7 @@ class RemoteRegion:
 
     @property
     def transport(self) -> str:
-        """What carries a read from it: "local", "shm", "process_vm", "unix" or "tcp"."""
+        """What carries a read from it: "local", "shm", "process_vm", "unix", "tcp", "file" or "staged"."""
         return self._core.transport
 
     def __getitem__(self, key: slice) -> RemoteSlice:
@@ -62,6 +65,34 @@ class RemoteRegion:
 
     def __repr__(self) -> str:
         return f"<RemoteRegion of {self.nbytes} bytes at {self.peer.name}>"
+
+
+class File(RemoteRegion):
+    """A file of this process, as a remote region. Made by ``Engine.open_file``; a context manager."""
+
+    __slots__ = ("_region",)
+
+    def __init__(self, core: _core.RemoteRegion, peer: Peer, region: Region) -> None:
+        super().__init__(core, peer)
+        self._region: Region | None = region
+
+    def close(self, timeout: float | None = 30) -> None:
+        """Wait for what is under way and close the file. Busy at the deadline: it is closed when that has ended."""
+        if (region := self._region) is not None:
+            self._region = None
+            region._engine.deregister(region, timeout)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if sys is None or sys.is_finalizing():
+            return
+        with contextlib.suppress(Busy, Closed, Forked):  # the file goes with its last op, or went with its engine
+            self.close(0)
 
 
 class Peer:
@@ -257,23 +288,45 @@ class Engine:
         return self._core.name
 
     def register(
-        self, memory: Any, *, readable: bool = True, writable: bool = True, label: str = "", weak: bool = False
+        self,
+        memory: Any,
+        *,
+        readable: bool = True,
+        writable: bool | None = None,
+        label: str = "",
+        weak: bool = False,
+        nbytes: int | None = None,
+        create: bool = False,
     ) -> Region:
-        """Let peers reach ``memory``: a contiguous CPU tensor, or a writable buffer (numpy array, bytearray).
+        """Let peers reach ``memory``: a contiguous CPU or CUDA tensor, a writable buffer (numpy array, bytearray), or
+        a file (a path, or an open file object).
 
         The region keeps it (of a tensor: its storage) alive until it is deregistered. Regions may overlap and repeat;
         each is deregistered by itself. Tensors of ``tm.empty(shared=True)`` are recognised: same-host peers map them.
 
         ``weak``: the region does not keep the tensor, and is deregistered when its storage dies. Only for
         ``writable=False`` and memory that is not shared: nobody may write, or keep mapped, what can go at any time.
+
+        ``writable``: by peers; memory is unless told otherwise, a file only if it is asked for. Of a file: ``nbytes``
+        is the region's size (default: what it holds); a writable one that is shorter is made longer, ``create`` makes
+        one that does not exist. Errors: InvalidArgument (a folder, a pipe), OutOfBounds (a file shorter than
+        ``nbytes`` and not writable), IoError.
         """
-        address, nbytes, keep = span_of(memory, writable)
+        if isinstance(memory, (str, os.PathLike, io.IOBase)):
+            path, fd = _file(memory)
+            core = self._core.register_file(path, fd, nbytes, create, readable, bool(writable), label)
+            return Region(core, memory, self)
+        if nbytes is not None or create:
+            raise InvalidArgument("nbytes and create are for files; cut memory before it is registered")
+        writable = writable is not False
+        address, size, keep = span_of(memory, writable)
         storage = storage_of(memory)
         tie = Tie(storage, weak) if storage is not None else None
         if weak and (tie is None or writable):
             raise InvalidArgument("weak regions are made from tensors, with writable=False")
         keep = (keep, storage) if storage is not None else keep
-        core = self._core.register(address, nbytes, None if weak else keep, readable, writable, label)
+        make = self._core.register_cuda if is_cuda(memory) else self._core.register
+        core = make(address, size, None if weak else keep, readable, writable, label)
         if weak and core.shared:
             self._core.deregister(core, deadline_ns(30))
             raise InvalidArgument("shared memory cannot be registered weakly: peers map it")
@@ -282,6 +335,21 @@ class Engine:
         if weak:
             weakref.finalize(storage, _storage_died, weakref.ref(self), core).atexit = False
         return Region(core, None if weak else memory, self, tie)
+
+    def open_file(
+        self,
+        path: str | os.PathLike[str] | io.IOBase,
+        *,
+        nbytes: int | None = None,
+        writable: bool = False,
+        create: bool = False,
+        timeout: float | None = 30,
+    ) -> File:
+        """A file of this machine as a remote region, to be read into and written from local memory:
+        ``engine.read(region, file)``. Arguments and errors as ``register``; close it when done."""
+        region = self.register(path, nbytes=nbytes, writable=writable, create=create)
+        peer = Peer(self._core.self_peer(deadline_ns(timeout)), "self", self)
+        return File(peer._core.open(region.descriptor(), deadline_ns(timeout)), peer, region)
 
     def deregister(self, region: Region, timeout: float | None = 30) -> None:
         """Return when nobody can read or write the memory any more. Busy (naming who can) at the deadline: it stays in
@@ -348,6 +416,7 @@ class Engine:
         timeout: float | None = 30,
         notify: bytes = b"",
         priority: Literal["foreground", "background"] = "foreground",
+        stream: torch.cuda.Stream | None = None,
     ) -> Op:
         """Copy local memory into a peer's. One call, one op with one outcome, in four forms: a pair of slices; a list
         of pairs (of several peers, if need be: the first failure stops the rest, and the error names who failed);
@@ -357,8 +426,11 @@ class Engine:
         ``notify`` (≤ 64 KiB) is delivered to each peer once, after its data is visible there. ``priority``: background
         ops yield to foreground ones. Sizes that differ: InvalidArgument; a slice that leaves its region: OutOfBounds,
         and nothing is written.
+
+        ``stream``: keep the op's place on a CUDA stream. It begins when the work queued there before is done, and the
+        work queued afterwards waits for its end, however it ends: look at the op before you use the data.
         """
-        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority)
+        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream)
         if profiling.active():
             with profiling.span("write", ""):
                 return self._transfer(True, local, remote, *how)
@@ -375,9 +447,10 @@ class Engine:
         timeout: float | None = 30,
         notify: bytes = b"",
         priority: Literal["foreground", "background"] = "foreground",
+        stream: torch.cuda.Stream | None = None,
     ) -> Op:
         """Copy a peer's memory into local memory: the local destination comes first. Forms and errors as ``write``."""
-        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority)
+        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream)
         if profiling.active():
             with profiling.span("read", ""):
                 return self._transfer(False, local, remote, *how)
@@ -394,8 +467,10 @@ class Engine:
         timeout: float | None,
         notify: bytes,
         priority: str,
+        stream: torch.cuda.Stream | None,
     ) -> Op:
-        if type(local) is RegionSlice and type(remote) is RemoteSlice and not notify and priority == "foreground":
+        plain = not notify and priority == "foreground" and stream is None
+        if plain and type(local) is RegionSlice and type(remote) is RemoteSlice:
             region, offset, size = local
             there, offset_there, size_there = remote
             paged = local_offsets is not None or remote_offsets is not None
@@ -409,6 +484,7 @@ class Engine:
         background = priority == "background"
         if not background and priority != "foreground":
             raise InvalidArgument(f'priority is "foreground" or "background", not {priority!r}')
+        order = None if stream is None else (stream.device.index, stream.cuda_stream)
         if local_offsets is not None or remote_offsets is not None:
             if not isinstance(local, Region) or not isinstance(remote, RemoteRegion):
                 raise InvalidArgument("with offsets, give a whole Region and a whole RemoteRegion")
@@ -419,20 +495,22 @@ class Engine:
             return Op(
                 self._core.transfer_offsets(
                     write, local._core, arrays[0], remote._core, arrays[1], arrays[2], deadline, notify, background,
-                    local._hold(),
+                    local._hold(), order,
                 )
             )  # fmt: skip
         if remote is None:
             keep: list[Any] = []
             items = [self._pair(here, there, keep) for here, there in local]
-            return Op(self._core.transfer_list(write, items, deadline, notify, background, keep or None))
+            return Op(self._core.transfer_list(write, items, deadline, notify, background, keep or None, order))
         if isinstance(local, Pages) or isinstance(remote, Pages):
-            return self._pages(write, local, remote, deadline, notify, background)
+            return self._pages(write, local, remote, deadline, notify, background, order)
         keep = []
         pair = self._pair(local, remote, keep)
-        return Op(self._core.transfer_one(write, *pair, deadline, notify, background, keep or None))
+        return Op(self._core.transfer_one(write, *pair, deadline, notify, background, keep or None, order))
 
-    def _pages(self, write: bool, local: Any, remote: Any, deadline: int, notify: bytes, background: bool) -> Op:
+    def _pages(
+        self, write: bool, local: Any, remote: Any, deadline: int, notify: bytes, background: bool, order: Any
+    ) -> Op:
         if not isinstance(local, Pages) or not isinstance(remote, Pages):
             raise InvalidArgument("Pages go with Pages, on both sides")
         if local.nbytes != remote.nbytes:
@@ -450,7 +528,7 @@ class Engine:
             self._core.transfer_pages(
                 write, [(base.region._core, base.offset, base.nbytes) for base in locals_], ids[0], strides[0],
                 [(base.region._core, base.offset, base.nbytes) for base in remotes], ids[1], strides[1],
-                count, local.nbytes, deadline, notify, background, keep or None,
+                count, local.nbytes, deadline, notify, background, keep or None, order,
             )
         )  # fmt: skip
 
@@ -559,6 +637,19 @@ def _storage_died(engine: weakref.ref[Engine], core: _core.Region) -> None:
     alive._ties.pop(core.id, None)
     with contextlib.suppress(Closed, Forked):
         alive._core.deregister(core, deadline_ns(30))
+
+
+def _file(file: Any) -> tuple[str, int]:
+    """(path, descriptor or -1) of a path or file object; what the object has buffered is written out."""
+    if not isinstance(file, io.IOBase):
+        return os.fspath(file), -1
+    try:
+        fd = file.fileno()
+    except OSError:
+        raise InvalidArgument(f"a {type(file).__name__} is no file; register its buffer") from None
+    if file.writable():
+        file.flush()
+    return str(getattr(file, "name", f"fd {fd}")), fd
 
 
 def _int64(values: Any) -> Any:

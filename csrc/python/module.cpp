@@ -1,5 +1,6 @@
 // torch_mooncake._core: everything torch-free, for Python.
 
+#include "common/failpoint.h"
 #include "python/support.h"
 
 #ifndef TM_VERSION
@@ -10,6 +11,9 @@ NB_MODULE(_core, m) {
   using namespace torch_mooncake::python;
   nb::set_leak_warnings(false);  // objects of a default context may outlive the module's teardown
   m.attr("VERSION") = TM_VERSION;
+  m.def(
+      "set_failpoints", [](const std::string& spec) { torch_mooncake::set_failpoints(spec); }, nb::arg("spec"),
+      "Replace what TM_FAILPOINTS says, for tests.");
   bind_memory(m);
   bind_transfer(m);
   bind_pool(m);

@@ -43,6 +43,32 @@ PyRegion register_memory(PyEngine& engine, uint64_t address, uint64_t nbytes, nb
   return PyRegion(unwrap(without_gil([&] { return engine->register_memory(data, nbytes, std::move(options)); })));
 }
 
+PyRegion register_cuda(PyEngine& engine, uint64_t address, uint64_t nbytes, nb::object keep, bool readable,
+                       bool writable, std::string label) {
+  RegionOptions options{readable, writable, keep_alive(std::move(keep)), std::move(label)};
+  auto* data = reinterpret_cast<void*>(address);
+  return PyRegion(unwrap(without_gil([&] { return engine->register_cuda(data, nbytes, std::move(options)); })));
+}
+
+PyRegion register_file(PyEngine& engine, std::string path, int fd, std::optional<uint64_t> nbytes, bool create,
+                       bool readable, bool writable, std::string label) {
+  FileOptions file{std::move(path), fd, nbytes, writable, create};
+  RegionOptions options{readable, writable, nullptr, std::move(label)};
+  return PyRegion(unwrap(without_gil([&] { return engine->register_file(std::move(file), std::move(options)); })));
+}
+
+const char* kind_name(MemoryKind kind) {
+  switch (kind) {
+    case MemoryKind::host:
+      return "host";
+    case MemoryKind::file:
+      return "file";
+    case MemoryKind::cuda:
+      return "cuda";
+  }
+  return "unknown";
+}
+
 nb::dict facts_of(const std::vector<std::pair<std::string, Fact>>& facts) {
   nb::dict d;
   for (auto& [name, fact] : facts) d[name.c_str()] = std::visit([](auto& v) { return nb::cast(v); }, fact);
@@ -178,12 +204,15 @@ void bind_transfer(nb::module_& m) {
   for (int i = 0; i + 1 < OpStats::kBuckets; ++i) bounds.append(std::ldexp(1e-9, OpStats::kFirstBucketLog2Ns + i));
   m.attr("LATENCY_BOUNDS_S") = nb::tuple(bounds);
 
+  m.def("file_io", &file_io_choice, "What carries file I/O here: \"io_uring\", or \"threads (why)\".");
+
   nb::class_<SharedBuffer>(m, "SharedBuffer", nb::type_slots(shared_slots), "Memory that same-host peers can map.")
       .def(nb::init<uint64_t>(), nb::arg("nbytes"))
       .def_prop_ro("nbytes", &SharedBuffer::nbytes);
 
   nb::class_<PyRegion>(m, "Region")
       .def_prop_ro("nbytes", [](PyRegion& r) { return r->nbytes(); })
+      .def_prop_ro("kind", [](PyRegion& r) { return kind_name(r->kind()); })
       .def_prop_ro("address", [](PyRegion& r) { return reinterpret_cast<uint64_t>(r->data()); })
       .def_prop_ro("id", [](PyRegion& r) { return r->id(); })
       .def_prop_ro("shared", [](PyRegion& r) { return r->shared(); })
@@ -233,6 +262,17 @@ void bind_transfer(nb::module_& m) {
           nb::arg("address"))
       .def("register", &register_memory, nb::arg("address"), nb::arg("nbytes"), nb::arg("keep").none(),
            nb::arg("readable"), nb::arg("writable"), nb::arg("label"))
+      .def("register_cuda", &register_cuda, nb::arg("address"), nb::arg("nbytes"), nb::arg("keep").none(),
+           nb::arg("readable"), nb::arg("writable"), nb::arg("label"))
+      .def("register_file", &register_file, nb::arg("path"), nb::arg("fd"), nb::arg("nbytes").none(), nb::arg("create"),
+           nb::arg("readable"), nb::arg("writable"), nb::arg("label"))
+      .def(
+          "self_peer",
+          [](PyEngine& e, int64_t deadline_ns) {
+            return PyPeer(unwrap(interruptible(
+                [engine = e.get(), deadline = deadline_at(deadline_ns)] { return engine->self_peer(deadline); })));
+          },
+          nb::arg("deadline_ns"))
       .def(
           "region_at",
           [](PyEngine& e, uint64_t address, uint64_t nbytes) -> std::optional<PyRegion> {

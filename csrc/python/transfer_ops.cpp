@@ -2,6 +2,7 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <algorithm>
 
@@ -19,12 +20,15 @@ struct PyCompletions : Held<Completions> {
   using Held::Held;
 };
 
+using Stream = std::optional<std::pair<int, uint64_t>>;  // CUDA device, cudaStream_t
+
 struct How {
   bool write;
   int64_t deadline_ns;
   nb::bytes notify;
   bool background;
   nb::object keep;
+  Stream stream;
 };
 
 PyOp submit(PyEngine& engine, std::vector<Batch> batches, How how) {
@@ -32,6 +36,7 @@ PyOp submit(PyEngine& engine, std::vector<Batch> batches, How how) {
   options.deadline = deadline_at(how.deadline_ns);
   options.notify = to_string(how.notify);
   options.priority = how.background ? Priority::background : Priority::foreground;
+  if (how.stream) options.stream = StreamOrder{how.stream->first, how.stream->second};
   if (!how.keep.is_none()) options.keep = keep_alive(std::move(how.keep));
   return PyOp(unwrap(without_gil([&] {
     return engine->transfer(how.write ? Direction::write : Direction::read, std::move(batches), std::move(options));
@@ -46,13 +51,13 @@ uint64_t unsigned_or_raise(int64_t value, const char* what) {
 
 PyOp transfer_one(PyEngine& engine, bool write, PyRegion& local, int64_t local_offset, PyRemoteRegion& remote,
                   int64_t remote_offset, int64_t nbytes, int64_t deadline_ns, nb::bytes notify, bool background,
-                  nb::object keep) {
+                  nb::object keep, Stream stream) {
   std::vector<Batch> batches(1);
   batches[0] = {local.get(),
                 remote.get(),
                 {{unsigned_or_raise(local_offset, "local offset"), unsigned_or_raise(remote_offset, "remote offset"),
                   unsigned_or_raise(nbytes, "nbytes")}}};
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep)});
+  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // A small op that is over on return; None if it is not of that kind, or fails its checks: transfer_one() then says why.
@@ -70,7 +75,7 @@ nb::object transfer_now(PyEngine& engine, bool write, PyRegion& local, int64_t l
 
 // items: (local, local offset, remote, remote offset, nbytes).
 PyOp transfer_list(PyEngine& engine, bool write, nb::list items, int64_t deadline_ns, nb::bytes notify, bool background,
-                   nb::object keep) {
+                   nb::object keep, Stream stream) {
   std::vector<Batch> batches;
   for (nb::handle item : items) {
     auto& local = nb::cast<PyRegion&>(item[0]).get();
@@ -81,13 +86,13 @@ PyOp transfer_list(PyEngine& engine, bool write, nb::list items, int64_t deadlin
                                       unsigned_or_raise(nb::cast<int64_t>(item[3]), "remote offset"),
                                       unsigned_or_raise(nb::cast<int64_t>(item[4]), "nbytes")});
   }
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep)});
+  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // One slice for each pair of offsets; `sizes` has one element for all, or one for each.
 PyOp transfer_offsets(PyEngine& engine, bool write, PyRegion& local, Offsets local_offsets, PyRemoteRegion& remote,
                       Offsets remote_offsets, Offsets sizes, int64_t deadline_ns, nb::bytes notify, bool background,
-                      nb::object keep) {
+                      nb::object keep, Stream stream) {
   const size_t n = local_offsets.shape(0);
   if (remote_offsets.shape(0) != n || (sizes.shape(0) != n && sizes.shape(0) != 1))
     raise({Code::invalid_argument, "local_offsets has " + std::to_string(n) + " elements, remote_offsets " +
@@ -100,7 +105,7 @@ PyOp transfer_offsets(PyEngine& engine, bool write, PyRegion& local, Offsets loc
   for (size_t i = 0; i < n; ++i)
     batches[0].extents[i] = {unsigned_or_raise(from[i], "local offset"), unsigned_or_raise(to[i], "remote offset"),
                              unsigned_or_raise(size[i * step], "nbytes")};
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep)});
+  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // ---- Pages
@@ -158,7 +163,7 @@ void check_pages(const char* side, const PageOffsets& pages, uint64_t page_nbyte
 // locals, remotes: (region, offset, nbytes) of each base; base i here goes with base i there. Without ids: 0, 1, …
 PyOp transfer_pages(PyEngine& engine, bool write, nb::list locals, std::optional<Ids> local_ids, int64_t local_stride,
                     nb::list remotes, std::optional<Ids> remote_ids, int64_t remote_stride, int64_t count,
-                    int64_t page_nbytes, int64_t deadline_ns, nb::bytes notify, bool background, nb::object keep) {
+                    int64_t page_nbytes, int64_t deadline_ns, nb::bytes notify, bool background, nb::object keep, Stream stream) {
   const uint64_t nbytes = unsigned_or_raise(page_nbytes, "nbytes");
   const uint64_t strides[] = {unsigned_or_raise(local_stride, "stride"), unsigned_or_raise(remote_stride, "stride")};
   const size_t n = unsigned_or_raise(count, "count");
@@ -190,7 +195,7 @@ PyOp transfer_pages(PyEngine& engine, bool write, nb::list locals, std::optional
       extents.push_back(page);
     }
   }
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep)});
+  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // ---- Ops
@@ -257,19 +262,19 @@ void bind_ops(nb::module_& m, nb::class_<PyEngine>& engine) {
   engine
       .def("transfer_one", &transfer_one, nb::arg("write"), nb::arg("local"), nb::arg("local_offset"),
            nb::arg("remote"), nb::arg("remote_offset"), nb::arg("nbytes"), nb::arg("deadline_ns"), nb::arg("notify"),
-           nb::arg("background"), nb::arg("keep").none())
+           nb::arg("background"), nb::arg("keep").none(), nb::arg("stream").none() = nb::none())
       .def("transfer_now", &transfer_now,
            nb::sig("def transfer_now(self, write: bool, local: Region, local_offset: int, remote: RemoteRegion, "
                    "remote_offset: int, nbytes: int, /) -> Op | None"))
       .def("transfer_list", &transfer_list, nb::arg("write"), nb::arg("items"), nb::arg("deadline_ns"),
-           nb::arg("notify"), nb::arg("background"), nb::arg("keep").none())
+           nb::arg("notify"), nb::arg("background"), nb::arg("keep").none(), nb::arg("stream").none() = nb::none())
       .def("transfer_offsets", &transfer_offsets, nb::arg("write"), nb::arg("local"), nb::arg("local_offsets"),
            nb::arg("remote"), nb::arg("remote_offsets"), nb::arg("sizes"), nb::arg("deadline_ns"), nb::arg("notify"),
-           nb::arg("background"), nb::arg("keep").none())
+           nb::arg("background"), nb::arg("keep").none(), nb::arg("stream").none() = nb::none())
       .def("transfer_pages", &transfer_pages, nb::arg("write"), nb::arg("locals"), nb::arg("local_ids").none(),
            nb::arg("local_stride"), nb::arg("remotes"), nb::arg("remote_ids").none(), nb::arg("remote_stride"),
            nb::arg("count"), nb::arg("nbytes"), nb::arg("deadline_ns"), nb::arg("notify"), nb::arg("background"),
-           nb::arg("keep").none())
+           nb::arg("keep").none(), nb::arg("stream").none() = nb::none())
       .def(
           "watch_notifications",
           [](PyEngine& e, PyCompletions& c, uint64_t tag) { return e->watch_notifications(c.get(), tag); },

@@ -3,13 +3,18 @@
 
 #include "common/log.h"
 #include "common/process.h"
+#include "common/random.h"
 #include "memory/shared_heap.h"
+#include "transfer/cuda/memory.h"
+#include "transfer/cuda/stream.h"
 #include "transfer/engine_impl.h"
+#include "transfer/file/file.h"
 #include "transfer/group.h"
 #include "transfer/process_vm/endpoint.h"
 #include "transfer/rdma/endpoint.h"
 #include "transfer/rdma/verbs_driver.h"
 #include "transfer/shm/endpoint.h"
+#include "transfer/stage/endpoint.h"
 #include "transfer/tcp/endpoint.h"
 #include "transfer/wire.h"
 
@@ -118,6 +123,7 @@ void EngineImpl::attach() {
   ProcessVmEndpoint::attach(*this);
   StreamEndpoint::attach(*this);
   rdma::RdmaEndpoint::attach(*this);
+  StageEndpoint::attach(*this);
 }
 
 EngineImpl::~EngineImpl() {
@@ -223,6 +229,23 @@ RegionPtr EngineImpl::region_at(const void* address, uint64_t nbytes) const { re
 
 void EngineImpl::forget_address(const RegionPtr& region) {
   if (auto impl = std::dynamic_pointer_cast<RegionImpl>(region)) regions_->forget_address(*impl);
+}
+
+Result<RegionPtr> EngineImpl::register_file(FileOptions file, RegionOptions options) {
+  TM_TRY(usable());
+  if (options.label.empty()) options.label = file.path;
+  options.writable = options.writable && file.writable;
+  TM_ASSIGN(auto opened, File::open(file, IoQueue::shared()));
+  uint64_t nbytes = opened->nbytes();
+  return add_region({.nbytes = nbytes, .kind = MemoryKind::file, .backing = std::move(opened)}, std::move(options));
+}
+
+Result<RegionPtr> EngineImpl::register_cuda(void* data, uint64_t nbytes, RegionOptions options) {
+  TM_TRY(usable());
+  if (nbytes == 0) return Status(Code::invalid_argument, "there is no CUDA memory in 0 bytes");
+  TM_ASSIGN(auto memory, CudaMemory::of(reinterpret_cast<uint64_t>(data), nbytes));
+  return add_region({.data = data, .nbytes = nbytes, .kind = MemoryKind::cuda, .backing = std::move(memory)},
+                    std::move(options));
 }
 
 void EngineImpl::revoke_mapped(const RegionImplPtr& region) {
@@ -354,6 +377,20 @@ Result<PeerPtr> EngineImpl::connect(const std::string& address, Deadline deadlin
   return PeerPtr(std::move(handle));
 }
 
+Result<PeerPtr> EngineImpl::self_peer(Deadline deadline) {
+  TM_TRY(usable());
+  std::string address;
+  {
+    std::lock_guard lock(mutex_);
+    address = addresses_.empty() ? self_address_ : addresses_.front();
+    if (address.empty()) {
+      TM_ASSIGN(self_address_, rpc_->listen("unix://@tm-self-" + to_hex(id())));
+      address = self_address_;
+    }
+  }
+  return connect(address, deadline);
+}
+
 std::string EngineImpl::transport_for(const PeerPtr& peer) const { return impl_of(peer)->best_transport(); }
 
 PeerExplanation EngineImpl::explain(const PeerPtr& peer) const {
@@ -438,8 +475,9 @@ Result<OpPtr> EngineImpl::transfer(Direction direction, std::vector<Batch> batch
   for (auto& batch : batches)
     if (batch.remote->peer() != peer) return transfer_to_many(direction, std::move(batches), std::move(options));
   if (!peer->alive()) return peer->session()->status().with(peer->name());
+  auto stream = options.stream;
   auto op = std::make_shared<OpImpl>(std::move(peer), direction, std::move(batches), std::move(options));
-  TM_TRY(op->start());
+  TM_TRY(stream ? start_on_stream(op, *stream) : op->start());
   return OpPtr(op);
 }
 
@@ -486,6 +524,24 @@ EngineStats EngineImpl::stats() const {
   return out;
 }
 
+void EngineImpl::track_move(const MovePtr& move) {
+  std::lock_guard lock(mutex_);
+  if (moves_.size() >= 64) std::erase_if(moves_, [](auto& weak) { return weak.expired(); });
+  moves_.push_back(move);
+}
+
+void EngineImpl::end_moves(Deadline deadline) {
+  std::vector<std::weak_ptr<Move>> moves;
+  {
+    std::lock_guard lock(mutex_);
+    moves.swap(moves_);
+  }
+  auto under_way = [](auto& weak) { return !weak.expired(); };
+  while (!deadline.expired() && std::any_of(moves.begin(), moves.end(), under_way)) usleep(200);
+  for (auto& weak : moves)
+    if (auto move = weak.lock()) move->abandon();
+}
+
 void EngineImpl::close() {
   if (getpid() != pid_ || closed_.exchange(true)) return;
   const Status why(Code::closed, "the engine was closed");
@@ -509,6 +565,7 @@ void EngineImpl::close() {
                        [&](auto& peer) { return !peer->grants().mapped_on(*region).empty(); });
   };
   while (!soon.expired() && std::any_of(regions.begin(), regions.end(), mapped)) usleep(200);
+  end_moves(soon);
   rpc_->close();
   for (auto& peer : everybody)
     if (auto* endpoint = peer->endpoint<rdma::RdmaEndpoint>()) endpoint->wait_at_rest(Deadline::after_ms(1000));

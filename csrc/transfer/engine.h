@@ -20,6 +20,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -73,6 +74,15 @@ struct RegionOptions {
   std::string label{};           // for errors
 };
 
+// A file to be registered. By path, or by a descriptor that is open (duplicated; the path is then for errors only).
+struct FileOptions {
+  std::string path{};
+  int fd = -1;
+  std::optional<uint64_t> nbytes{};  // default: what the file holds now
+  bool writable = false;             // then a file that is shorter than nbytes is made longer (sparse)
+  bool create = false;               // if it does not exist
+};
+
 // Memory that peers may reach. Registering is cheap and may overlap other regions.
 class TM_API Region {
  public:
@@ -121,11 +131,19 @@ struct Batch {
 
 enum class OpState : uint8_t { pending, done, failed, timeout, cancelled };
 
+// A stream of CUDA on which an op keeps its place: it begins when what is queued there is done, and what is queued
+// there afterwards waits for its end, however it ends. The buffers' bytes may be written by kernels queued before.
+struct StreamOrder {
+  int device = 0;
+  uintptr_t stream = 0;  // cudaStream_t; 0 is the default stream
+};
+
 struct OpOptions {
   Deadline deadline = Deadline::after_ms(Deadline::kDefaultMs);
   Priority priority = Priority::foreground;
   std::string notify{};                         // to each target once, after its data is visible; <= 64 KiB
   std::shared_ptr<Peer> peer{};                 // who gets the notification of an op with an empty list
+  std::optional<StreamOrder> stream{};          // of one peer
   std::shared_ptr<void> keep{};                 // dropped at the op's end, outside the engine's threads
   std::function<void(const Status&)> on_end{};  // engine callback thread, once
 };
@@ -224,10 +242,17 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   virtual RegionPtr region_at(const void* address, uint64_t nbytes) const = 0;
   // region_at() finds it no more (its memory may belong to somebody else now). Otherwise it lives on.
   virtual void forget_address(const RegionPtr& region) = 0;
+  // A file as a region: peers read and write it through this engine. Errors: those of opening it (file/file.h).
+  virtual Result<RegionPtr> register_file(FileOptions file, RegionOptions options) = 0;
+  // Memory of a CUDA device, as torch or anybody else allocated it. The first call opens libcuda. Errors: unsupported
+  // (no CUDA here), invalid_argument (not memory of one device).
+  virtual Result<RegionPtr> register_cuda(void* data, uint64_t nbytes, RegionOptions options) = 0;
   // No new access from now on; returns when no byte can land or be read any more, else `busy` naming the peer.
   virtual Status deregister(const RegionPtr& region, Deadline deadline) = 0;
 
   virtual Result<PeerPtr> connect(const std::string& address, Deadline deadline) = 0;
+  // This engine as a peer of itself, to read and write its own files and devices as those of any other.
+  virtual Result<PeerPtr> self_peer(Deadline deadline) = 0;
   virtual PeerPtr peer_of(const rpc::SessionPtr& session) = 0;  // a session somebody dialled to us works both ways
 
   // What carries ordinary memory (in no shared segment) to and from that peer: "local" "process_vm" "unix" "tcp", or ""
@@ -259,5 +284,8 @@ class TM_API Engine : public std::enable_shared_from_this<Engine> {
   virtual void close() = 0;
 };
 using EnginePtr = std::shared_ptr<Engine>;
+
+// What carries file I/O in this process: "io_uring", "threads (io_uring_setup: Operation not permitted)".
+TM_API std::string file_io_choice();
 
 }  // namespace torch_mooncake

@@ -33,8 +33,11 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
                                      RegionOptions options) override;
   RegionPtr region_at(const void* address, uint64_t nbytes) const override;
   void forget_address(const RegionPtr& region) override;
+  Result<RegionPtr> register_file(FileOptions file, RegionOptions options) override;
+  Result<RegionPtr> register_cuda(void* data, uint64_t nbytes, RegionOptions options) override;
   Status deregister(const RegionPtr& region, Deadline deadline) override;
   Result<PeerPtr> connect(const std::string& address, Deadline deadline) override;
+  Result<PeerPtr> self_peer(Deadline deadline) override;
   PeerPtr peer_of(const rpc::SessionPtr& session) override { return peer(session); }
   std::string transport_for(const PeerPtr& peer) const override;
   PeerExplanation explain(const PeerPtr& peer) const override;
@@ -71,6 +74,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   // Mapped grants whose session is over: kept until their process is seen dead.
   void hold(std::vector<HeldGrant> grants, PeerImplPtr peer);
   Metrics& metrics() { return metrics_; }
+  // Bytes between our memory and our files or devices: close() waits for them, then gives them up.
+  void track_move(const MovePtr& move);
   Status usable() const;  // closed or forked
   // The live engine of that id in this process.
   static std::shared_ptr<EngineImpl> find(const Id128& id);
@@ -85,6 +90,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Status check_bounds(const Batch& batch, size_t first) const;
   void revoke_mapped(const RegionImplPtr& region);
   void check_held();
+  void end_moves(Deadline deadline);
   std::vector<PeerImplPtr> peers() const;
 
   const EngineOptions options_;
@@ -101,8 +107,10 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
 
   mutable std::mutex mutex_;
   std::vector<std::string> addresses_;
+  std::string self_address_;  // of an engine that listens for nobody else
   std::vector<HeldGrant> held_;
   bool watching_held_ = false;
+  std::vector<std::weak_ptr<Move>> moves_;
   Metrics metrics_;
   std::atomic<bool> closed_{false};
   HostRails host_rails_;  // last: its thread uses the others

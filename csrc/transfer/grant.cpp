@@ -64,6 +64,8 @@ std::vector<HeldGrant> GrantTable::take_held() {
 Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction) {
   if (!region)
     return {Code::key_not_found, "grant " + std::to_string(piece.grant) + " does not exist: its region is gone"};
+  if (host && region->kind() != MemoryKind::host)
+    return {Code::invalid_argument, region->name() + " is no host memory: its owner stages it"};
   if (direction == Direction::read ? !region->readable() : !region->writable())
     return {Code::invalid_argument,
             region->name() + " is not " + (direction == Direction::read ? "readable" : "writable") + " by peers"};
@@ -83,7 +85,7 @@ Status GrantTable::check(const Piece& piece, Direction direction) const {
   return check_piece(find(piece.grant), piece, direction);
 }
 
-Result<Window> GrantTable::window(const Piece& piece, Direction direction) const {
+Result<Window> GrantTable::window(const Piece& piece, Direction direction, bool host) const {
   auto region = find(piece.grant);
   TM_TRY(check_piece(region, piece, direction));
   if (!region->usage().acquire(user_)) return Status(Code::key_not_found, region->name() + " was deregistered");

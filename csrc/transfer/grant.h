@@ -62,8 +62,9 @@ class GrantTable {
   // The region of a piece after check(), to be entered by its usage(): for many pieces of one grant.
   Result<RegionImplPtr> resolve(const Piece& piece, Direction direction) const;
   // Errors: key_not_found (no grant, or the region is gone), invalid_argument (no such right), out_of_bounds.
-  Status check(const Piece& piece, Direction direction) const;
-  Result<Window> window(const Piece& piece, Direction direction) const;
+  // `host`: the region must be host memory, because its bytes are touched where Window::data says.
+  Status check(const Piece& piece, Direction direction, bool host = true) const;
+  Result<Window> window(const Piece& piece, Direction direction, bool host = true) const;
   void release(Window& window) const { window.region->usage().release(user_); }
 
  private:

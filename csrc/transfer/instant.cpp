@@ -16,7 +16,7 @@ void copy_extents(Direction direction, const Batch& batch, std::byte* local, std
 }
 
 OpPtr EngineImpl::transfer_now(Direction direction, const Batch& batch, const OpOptions& options) {
-  if (!options.notify.empty() || options.on_end || !usable()) return nullptr;
+  if (!options.notify.empty() || options.on_end || options.stream || !usable()) return nullptr;
   // What is to give way, or to keep to a rate, goes through the pacer.
   if (options.priority != Priority::foreground || options_.foreground_rate != 0) return nullptr;
   uint64_t nbytes = 0;

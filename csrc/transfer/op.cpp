@@ -132,7 +132,8 @@ Status OpImpl::acquire_regions() {
   std::sort(used_.begin(), used_.end());
   used_.erase(std::unique(used_.begin(), used_.end()), used_.end());
   for (size_t i = 0; i < used_.size(); ++i) {
-    if (used_[i]->usage().acquire(peer_->name())) continue;
+    if (inner_) used_[i]->usage().acquire_always(peer_->name());  // the outer op has leave
+    if (inner_ || used_[i]->usage().acquire(peer_->name())) continue;
     for (size_t taken = 0; taken < i; ++taken) used_[taken]->usage().release(peer_->name());
     Status status(Code::closed, used_[i]->name() + " was deregistered");
     used_.clear();
@@ -144,6 +145,37 @@ Status OpImpl::acquire_regions() {
 Status OpImpl::start() {
   TM_TRY(acquire_regions());
   peer_->track(this, true);
+  if (inner_) {  // the outer op is counted and paced
+    sort_by_path();
+    submit(batches_);
+    part_done(nullptr, {});
+    return {};
+  }
+  pace();
+  if (!ended()) arm_timer();
+  return {};
+}
+
+Status OpImpl::begin() {
+  TM_TRY(acquire_regions());
+  peer_->track(this, true);
+  {
+    std::lock_guard lock(mutex_);
+    waiting_ = true;
+  }
+  arm_timer();
+  return {};
+}
+
+void OpImpl::launch() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!std::exchange(waiting_, false)) return;
+  }
+  pace();
+}
+
+void OpImpl::pace() {
   peer_->engine().metrics().op_began();
   sort_by_path();
   begun_ = true;
@@ -155,14 +187,15 @@ Status OpImpl::start() {
     unsubmitted_ = nbytes_;
     pacer.enqueue(shared_from_this());
   }
-  if (!ended() && !options_.deadline.is_never()) {
-    uint64_t timer = peer_->engine().rpc().add_timer(options_.deadline, [weak = weak_from_this()] {
-      if (auto op = weak.lock()) op->stop({Code::deadline_exceeded, "its deadline passed"});
-    });
-    std::lock_guard lock(mutex_);
-    timer_ = timer;
-  }
-  return {};
+}
+
+void OpImpl::arm_timer() {
+  if (options_.deadline.is_never()) return;
+  uint64_t timer = peer_->engine().rpc().add_timer(options_.deadline, [weak = weak_from_this()] {
+    if (auto op = weak.lock()) op->stop({Code::deadline_exceeded, "its deadline passed"});
+  });
+  std::lock_guard lock(mutex_);
+  timer_ = timer;
 }
 
 TransportEndpoint* OpImpl::endpoint_of(const Batch& batch) const {
@@ -324,11 +357,12 @@ void OpImpl::finish_parts() {
 
 void OpImpl::stop(const Status& why) {
   std::vector<LivePart> parts;
-  bool end_now = false;
+  bool end_now = false, never_launched = false;
   {
     std::lock_guard lock(mutex_);
     if (ending_ || stopping_) return;
     failure_ = why;
+    never_launched = std::exchange(waiting_, false);
     stopping_.store(true, std::memory_order_release);
     parts = parts_;
     if (notifying_) end_now = ending_ = true;  // all bytes are there; whether the notification is, nobody knows
@@ -336,11 +370,33 @@ void OpImpl::stop(const Status& why) {
   if (end_now) return end(why);
   for (auto& live : parts) live.part->stop(why);
   if (unsubmitted_ > 0) peer_->engine().pacer().stopped();
+  if (never_launched) part_done(nullptr, {});
 }
 
 Status OpImpl::stop_reason() const {
   std::lock_guard lock(mutex_);
   return failure_;
+}
+
+void OpImpl::set_remote_quiescent(bool yes) {
+  std::function<void()> tell;
+  {
+    std::lock_guard lock(mutex_);
+    remote_quiescent_.store(yes, std::memory_order_release);
+    if (yes) tell = std::move(when_quiescent_);
+  }
+  if (tell) tell();
+}
+
+void OpImpl::when_quiescent(std::function<void()> fn) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!remote_quiescent_) {
+      when_quiescent_ = std::move(fn);
+      return;
+    }
+  }
+  fn();
 }
 
 void OpImpl::cancel() {
@@ -352,7 +408,7 @@ void OpImpl::cancel() {
 void OpImpl::end(const Status& status) {
   for (auto* region : used_) region->usage().release(peer_->name());
   auto state = state_of(status);
-  Status final = status.is_ok() ? status : status.with(describe());
+  Status final = status.is_ok() || inner_ ? status : status.with(describe());
   uint64_t timer;
   {
     std::lock_guard lock(mutex_);
@@ -376,20 +432,23 @@ void OpImpl::end(const Status& status) {
   auto rest = std::make_shared<Rest>(
       Rest{std::move(batches_), std::move(options_.keep), std::move(options_.on_end), std::move(final)});
   auto callbacks = engine.callbacks();  // from here on the engine may go
-  bool on_caller = this_thread() == starter_ && !rest->on_end;
+  bool here = inner_ || (this_thread() == starter_ && !rest->on_end);  // an inner op's regions have other holders
+  auto inner = std::move(inner_);
+  if (at_end_) std::exchange(at_end_, nullptr)();
   std::vector<Watchers::Entry> watchers;
   {
     std::lock_guard lock(mutex_);
     state_.store(state, std::memory_order_release);
     watchers = watchers_.take();
   }
-  if (!on_caller) {
+  if (!here) {
     callbacks->post([rest = std::move(rest)] {
       if (rest->on_end) rest->on_end(rest->status);
     });
   }
   ended_.set();
   for (auto& watcher : watchers) watcher.tell();
+  if (inner) inner(rest->status);
 }
 
 void OpImpl::refuse(const Status& why) {

@@ -49,9 +49,17 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   std::string peers() const override;
   bool watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) override;
 
+  // For an op inside another one's part: told at the end, on the thread of the end; such an op is not counted.
+  void set_inner(std::function<void(const Status&)> on_end) { inner_ = std::move(on_end); }
   // Takes leave to touch the local regions, groups the batches by path and submits them, or has the pacer do it. Called
   // once, by the engine. On an error nothing has begun.
   Status start();
+  // The same in two steps, for an op that waits for something else in between: begin() takes leave and sets the
+  // deadline, launch() submits. Stopped in between, it ends at once, and launch() does nothing.
+  Status begin();
+  void launch();
+  // Called at the end, on the thread of the end, before anybody is told.
+  void set_at_end(std::function<void()> fn) { at_end_ = std::move(fn); }
   void refuse(const Status& why);  // ends an op whose start() failed
   void help(Deadline deadline);    // a thread that is about to wait does queued work itself
 
@@ -73,7 +81,9 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   PeerImpl& peer() const { return *peer_; }
   const std::shared_ptr<PeerImpl>& peer_ptr() const { return peer_; }
   void add_bytes_done(uint64_t nbytes) { bytes_done_.fetch_add(nbytes, std::memory_order_relaxed); }
-  void set_remote_quiescent(bool yes) { remote_quiescent_.store(yes, std::memory_order_release); }
+  void set_remote_quiescent(bool yes);
+  // Once, when it is known that no byte of this op can land remotely any more; never, if the session ends before.
+  void when_quiescent(std::function<void()> fn);
   // The notification, for a transport that will deliver it behind its data. Empty if there is none, or if other parts
   // have data too (the op then sends it when all have ended).
   std::string take_notify();
@@ -90,6 +100,8 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
     uint32_t instalment;  // 0: the op was submitted whole
   };
   Status acquire_regions();
+  void arm_timer();
+  void pace();
   void sort_by_path();
   TransportEndpoint* endpoint_of(const Batch& batch) const;
   void submit(std::span<const Batch> batches);
@@ -125,6 +137,9 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   Status failure_;  // first failure or reason to stop
   bool notifying_ = false, ending_ = false;
   uint64_t timer_ = 0;
+  std::function<void(const Status&)> inner_;
+  std::function<void()> when_quiescent_, at_end_;
+  bool waiting_ = false;  // between begin() and launch()
 
   std::atomic<bool> stopping_{false}, remote_quiescent_{false};
   std::atomic<uint64_t> bytes_done_{0};

@@ -1,10 +1,13 @@
 #include "transfer/peer.h"
 
+#include "transfer/cuda/endpoint.h"
 #include "transfer/engine_impl.h"
+#include "transfer/file/endpoint.h"
 #include "transfer/local/endpoint.h"
 #include "transfer/process_vm/endpoint.h"
 #include "transfer/rdma/endpoint.h"
 #include "transfer/shm/endpoint.h"
+#include "transfer/stage/endpoint.h"
 #include "transfer/tcp/endpoint.h"
 #include "transfer/wire.h"
 
@@ -25,6 +28,11 @@ PeerImpl::PeerImpl(EngineImpl& engine, rpc::SessionPtr session)
     if (option == "rdma") endpoints_.push_back(std::make_unique<rdma::RdmaEndpoint>(*this));
     if (option == "tcp") endpoints_.push_back(std::make_unique<StreamEndpoint>(*this));
   }
+  // No options: they take part only where somebody has registered a file or a device.
+  endpoints_.push_back(std::make_unique<CudaEndpoint>(*this));
+  endpoints_.push_back(std::make_unique<FileEndpoint>(*this));
+  endpoints_.push_back(std::make_unique<StageEndpoint>(*this, false));
+  endpoints_.push_back(std::make_unique<StageEndpoint>(*this, true));
 }
 
 PeerImpl::~PeerImpl() = default;
@@ -171,7 +179,7 @@ Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion ope
       for (int kind = 0; kind < kMemoryKinds; ++kind)
         if (takes >> kind & 1) paths[kind][static_cast<int>(direction)] = {endpoint.get(), memory};
     }
-    if (missing != (1 << kMemoryKinds) - 1) return {};
+    if (!(missing >> static_cast<int>(MemoryKind::host) & 1)) return {};  // the other kinds are staged through it
     return {Code::unsupported,
             "no allowed transport reaches memory of " + name_ + (same_host() ? " (same host)" : " (another host)")};
   };

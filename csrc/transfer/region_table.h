@@ -10,6 +10,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "transfer/backing.h"
 #include "transfer/descriptor.h"
 #include "transfer/engine.h"
 #include "transfer/region_index.h"
@@ -17,19 +18,9 @@
 
 namespace torch_mooncake::transfer {
 
-class RegionImpl;
-
 namespace rdma {
 class RegionKeys;
 }
-
-// What a region that is no host memory stands on (a file, an allocation of a GPU): made and understood by its
-// transport, dropped with the region's last reference.
-class Backing {
- public:
-  virtual ~Backing() = default;
-  virtual std::vector<AccessRecord> access_records(const RegionImpl& region) const = 0;
-};
 
 class RegionImpl final : public Region {
  public:

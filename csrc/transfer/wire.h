@@ -27,6 +27,8 @@ enum Method : uint16_t {
   kRdmaConnect = 150,     // call: make your end of a queue pair (rdma)
   kRdmaDisconnect = 151,  // call: answered when that end is destroyed
   kRdmaNotify = 152,      // call: the text of a notification whose immediate comes behind the data
+  kStageOpen = 160,       // call: descriptor of the owner's slots for us (stage)
+  kStage = 161,           // call: owner, move these bytes between a slot and your file or device; answered when moved
 };
 
 // Requests with longer lists are split. 20 bytes a piece stay well under the 16 MiB of a control message.

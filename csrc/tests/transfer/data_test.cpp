@@ -1,6 +1,4 @@
 // Completion is truth: every byte is looked at when wait() returns, for every way, size and batch.
-#include <dirent.h>
-
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -9,24 +7,13 @@
 
 namespace transfer_test {
 
-Counts count_resources() {
-  auto entries = [](const char* path) {
-    size_t n = 0;
-    DIR* dir = opendir(path);
-    while (readdir(dir)) ++n;
-    closedir(dir);
-    return n;
-  };
-  return {entries("/proc/self/fd"), entries("/proc/self/task")};
-}
-
 TEST_CASE("sizes: written and read bytes are there when wait() returns") {
   for (Way way : kWays) {
     CAPTURE(name_of(way));
     Pair pair(way);
     constexpr size_t kSizes[] = {0, 1, 7, 8, 511, 512, 65535, 65536, 65537, 1 << 20, (5 << 20) + 3};
     constexpr size_t kMost = (5 << 20) + 64;
-    Memory source(way, kMost), target(way, kMost);
+    Memory source(local_of(way), kMost), target(way, kMost);
     auto local = source.register_in(*pair.a);
     auto remote = pair.open(target.register_in(*pair.b));
     CHECK(remote->transport() == name_of(way));
@@ -62,7 +49,7 @@ TEST_CASE("batches of scattered slices: every slice is there at the instant of c
     for (size_t batch : {1, 31, 32, 33, 63, 64, 65, 1000, 100'000}) {
       CAPTURE(batch);
       const size_t page = batch == 100'000 ? 192 : 1536;
-      Memory source(way, batch * page), target(way, batch * page);
+      Memory source(local_of(way), batch * page), target(way, batch * page);
       auto local = source.register_in(*pair.a);
       auto region = target.register_in(*pair.b);
       auto remote = pair.open(region);
@@ -100,7 +87,7 @@ TEST_CASE("many ops at once, both directions, from several threads") {
         auto& from = t % 2 ? *pair.b : *pair.a;
         auto& to = t % 2 ? *pair.a : *pair.b;
         auto& peer = t % 2 ? back : pair.peer;
-        Memory source(way, kBytes), target(way, kBytes);
+        Memory source(local_of(way), kBytes), target(way, kBytes);
         auto local = source.register_in(from);
         auto opened = peer->open(target.register_in(to)->descriptor(), soon());
         if (!opened) return void(++wrong);
@@ -123,7 +110,7 @@ TEST_CASE("out of bounds, without rights, or with strange regions: a typed error
   for (Way way : kWays) {
     CAPTURE(name_of(way));
     Pair pair(way);
-    Memory source(way, 4096), target(way, 4096), secret(way, 4096);
+    Memory source(local_of(way), 4096), target(way, 4096), secret(way, 4096);
     fill(source.data, 4096, 3);
     auto local = source.register_in(*pair.a);
     auto remote = pair.open(target.register_in(*pair.b));
@@ -165,7 +152,7 @@ TEST_CASE("a region deregistered after it was opened takes no more bytes") {
   for (Way way : kWays) {
     CAPTURE(name_of(way));
     Pair pair(way);
-    Memory source(way, 1 << 20), target(way, 1 << 20);
+    Memory source(local_of(way), 1 << 20), target(way, 1 << 20);
     fill(source.data, source.nbytes, 3);
     auto local = source.register_in(*pair.a);
     auto region = target.register_in(*pair.b);
@@ -188,7 +175,7 @@ TEST_CASE("notifications come once, after the data, from empty ops too") {
     CAPTURE(name_of(way));
     Pair pair(way);
     constexpr size_t kBytes = 3 << 20;
-    Memory source(way, kBytes), target(way, kBytes);
+    Memory source(local_of(way), kBytes), target(way, kBytes);
     auto local = source.register_in(*pair.a);
     auto remote = pair.open(target.register_in(*pair.b));
     for (size_t n : {kBytes, size_t{100}}) {
@@ -267,7 +254,7 @@ TEST_CASE("the accepting side can write and read as well") {
     for (auto& s : pair.b->rpc().sessions()) session = s;
     REQUIRE(session);
     auto back = pair.b->peer_of(session);
-    Memory source(way, 1 << 20), target(way, 1 << 20);
+    Memory source(local_of(way), 1 << 20), target(way, 1 << 20);
     fill(source.data, 1 << 20, 8);
     auto local = source.register_in(*pair.b);
     auto remote = must(back->open(target.register_in(*pair.a)->descriptor(), soon()));
@@ -302,7 +289,8 @@ TEST_CASE("transports: unknown names and unreachable peers are errors, nothing f
         Code::unsupported);
   for (Way way : kWays) {
     Pair pair(way);
-    if (way != Way::segment) CHECK(pair.a->transport_for(pair.peer) == name_of(way));
+    if (way != Way::segment && way != Way::file && way != Way::cuda)
+      CHECK(pair.a->transport_for(pair.peer) == name_of(way));
   }
 }
 
@@ -310,7 +298,7 @@ TEST_CASE("the references of an op are dropped at its end, and on_end comes once
   for (Way way : kWays) {
     CAPTURE(name_of(way));
     Pair pair(way);
-    Memory source(way, 1 << 20), target(way, 1 << 20);
+    Memory source(local_of(way), 1 << 20), target(way, 1 << 20);
     auto local = source.register_in(*pair.a);
     auto remote = pair.open(target.register_in(*pair.b));
     for (size_t n : {size_t{64}, size_t{1} << 20}) {
@@ -341,10 +329,15 @@ TEST_CASE("the references of an op are dropped at its end, and on_end comes once
 TEST_CASE("close: pending and later calls fail with closed, and everything returns to rest") {
   for (Way way : kWays) {
     CAPTURE(name_of(way));
-    { Pair warm(way); }
+    {  // what stays for the life of the process is made: a device's stream and its thread
+      Pair warm(way);
+      Memory source(local_of(way), 64), target(way, 64);
+      auto remote = warm.open(target.register_in(*warm.b));
+      REQUIRE_OK(must(warm.a->write({{source.register_in(*warm.a), 0, remote, 0, 64}}, {.deadline = soon()}))->wait());
+    }
     auto before = count_resources();
     for (int round = 0; round < 3; ++round) {
-      Memory source(way, 64 << 20), target(way, 64 << 20);
+      Memory source(local_of(way), 64 << 20), target(way, 64 << 20);
       OpPtr op;
       RegionPtr local;
       RemoteRegionPtr remote;

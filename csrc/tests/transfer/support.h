@@ -2,8 +2,11 @@
 // apart.
 #pragma once
 
+#include <dirent.h>
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <random>
@@ -11,15 +14,24 @@
 #include <vector>
 
 #include "transfer/engine.h"
+#include "transfer/fake_cuda.h"
 #include "transfer/fake_verbs.h"
 
 namespace transfer_test {
 
 using namespace torch_mooncake;
 
-enum class Way { local, segment, process_vm, unix_socket, tcp, rdma };
-inline constexpr Way kWays[] = {Way::local, Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma};
+enum class Way { local, segment, process_vm, unix_socket, tcp, rdma, file, file_by_shm, file_by_tcp, cuda, cuda_by_tcp };
+inline constexpr Way kWays[] = {Way::local, Way::segment, Way::process_vm, Way::unix_socket,
+                                Way::tcp,   Way::rdma,    Way::file,       Way::cuda};
 inline constexpr Way kTwoProcessWays[] = {Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma};
+// The same, and a file of the other process: staged through slots, which are mapped or sent.
+inline constexpr Way kAllTwoProcessWays[] = {Way::segment,     Way::process_vm,  Way::unix_socket, Way::tcp, Way::rdma,
+                                             Way::file_by_shm, Way::file_by_tcp, Way::cuda_by_tcp};
+inline bool is_file(Way way) { return way == Way::file || way == Way::file_by_shm || way == Way::file_by_tcp; }
+inline bool is_cuda(Way way) { return way == Way::cuda || way == Way::cuda_by_tcp; }
+// The kind of memory that an op reads and writes on its own side.
+inline Way local_of(Way way) { return is_file(way) || is_cuda(way) ? Way::process_vm : way; }
 
 inline const char* name_of(Way way) {
   switch (way) {
@@ -35,6 +47,14 @@ inline const char* name_of(Way way) {
       return "tcp";
     case Way::rdma:
       return "rdma";
+    case Way::file:
+      return "file";
+    case Way::file_by_shm:
+    case Way::file_by_tcp:
+    case Way::cuda_by_tcp:
+      return "staged";
+    case Way::cuda:
+      return "cuda";
   }
   return "";
 }
@@ -55,6 +75,12 @@ inline EngineOptions options_for(Way way, const std::string& name) {
       o.transports = {"rdma"};
       if (!getenv("TM_TEST_VERBS")) o.rdma_driver = std::make_shared<fake_verbs::FakeDriver>(2);
       break;
+    case Way::file:
+    case Way::file_by_shm:
+    case Way::cuda:
+      break;
+    case Way::file_by_tcp:
+    case Way::cuda_by_tcp:
     case Way::tcp:
       o.rpc.same_host_listener = false;
       [[fallthrough]];
@@ -80,10 +106,13 @@ T must(Result<T> result) {
     REQUIRE_MESSAGE(status_.is_ok(), status_.to_string()); \
   } while (0)
 
-// Memory of the kind a way needs: a segment's, or anonymous pages.
+// Memory of the kind a way needs: a segment's, anonymous pages, a file (which has no name any more) seen by mmap,
+// or the fake driver's, whose bytes a test may look at.
 struct Memory {
   std::shared_ptr<Segment> segment;
   MappingPtr mapping;
+  std::shared_ptr<UniqueFd> file;
+  std::shared_ptr<void> device;
   std::byte* data = nullptr;
   size_t nbytes = 0;
 
@@ -91,6 +120,19 @@ struct Memory {
     if (way == Way::segment) {
       segment = must(Segment::create("test", n == 0 ? 1 : n, n == 0 ? 1 : n));
       mapping = must(segment->map(Protection::read_write));
+    } else if (is_cuda(way)) {
+      device = FakeCuda::install().allocate(n == 0 ? 1 : n, 3);
+      data = static_cast<std::byte*>(device.get());
+      return;
+    } else if (is_file(way)) {
+      char path[] = "/var/tmp/tm-transfer-test-XXXXXX";
+      file = std::make_shared<UniqueFd>(mkostemp(path, O_CLOEXEC));
+      REQUIRE(file->valid());
+      REQUIRE(unlink(path) == 0);
+      size_t length = n == 0 ? 1 : n;
+      REQUIRE(ftruncate(file->get(), static_cast<off_t>(length)) == 0);
+      auto* at = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, file->get(), 0);
+      mapping = std::make_shared<Mapping>(static_cast<std::byte*>(at), length);
     } else {
       size_t length = n == 0 ? 1 : n;
       mapping = std::make_shared<Mapping>(
@@ -100,6 +142,11 @@ struct Memory {
     data = mapping->data;
   }
   RegionPtr register_in(Engine& engine, RegionOptions options = {}) const {
+    if (device) return must(engine.register_cuda(data, nbytes, std::move(options)));
+    if (file) {
+      FileOptions f{.path = "test", .fd = file->get(), .nbytes = nbytes, .writable = true};
+      return must(engine.register_file(f, std::move(options)));
+    }
     return segment ? must(engine.register_segment(segment, 0, nbytes, std::move(options)))
                    : must(engine.register_memory(data, nbytes, std::move(options)));
   }
@@ -145,6 +192,15 @@ struct Pair {
 struct Counts {
   size_t fds, threads;
 };
-Counts count_resources();
+inline Counts count_resources() {
+  auto entries = [](const char* path) {
+    size_t n = 0;
+    DIR* dir = opendir(path);
+    while (readdir(dir)) ++n;
+    closedir(dir);
+    return n;
+  };
+  return {entries("/proc/self/fd"), entries("/proc/self/task")};
+}
 
 }  // namespace transfer_test

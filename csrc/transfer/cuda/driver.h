@@ -1,0 +1,65 @@
+// CudaDriver: what the transfer engine asks of CUDA, and nothing more. The real one opens libcuda with dlopen when the
+// first CUDA pointer is registered, never before: a process that uses the CPU only makes no context. Tests put a fake
+// in its place.
+//
+// Contexts: memory belongs to one, and every call that needs it takes the device; the real driver then uses the
+// device's primary context, which torch uses too. Threads: all methods are safe from any thread, and leave the current
+// context of the calling thread as it was. Nothing waits for the device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "common/fd.h"
+#include "common/status.h"
+
+namespace torch_mooncake::transfer {
+
+using CudaStream = void*;
+using CudaEvent = void*;
+
+// The allocation, or the part of a reserved range that one handle is mapped to, in which an address lies.
+struct CudaAllocation {
+  uint64_t base = 0, nbytes = 0;
+  int device = 0;
+};
+
+class CudaDriver {
+ public:
+  virtual ~CudaDriver() = default;
+  virtual std::string describe() const = 0;  // "libcuda.so.1, CUDA 13.0, 2 devices"
+
+  // invalid_argument: no device memory.
+  virtual Result<CudaAllocation> find(uint64_t address) = 0;
+
+  virtual Result<CudaStream> make_stream(int device) = 0;
+  virtual void destroy_stream(int device, CudaStream stream) = 0;
+  // Any two of device memory and pinned host memory. Queued; what fails later shows at the event.
+  virtual Status copy(int device, void* dst, const void* src, size_t nbytes, CudaStream stream) = 0;
+  virtual Result<CudaEvent> record(int device, CudaStream stream) = 0;
+  virtual Result<bool> reached(int device, CudaEvent event) = 0;  // io: the work before it failed
+  virtual void destroy_event(int device, CudaEvent event) = 0;
+
+  // Host memory that devices reach.
+  virtual Result<void*> allocate_pinned(int device, size_t nbytes) = 0;
+  virtual void free_pinned(int device, void* memory) = 0;
+
+  // The stream goes on when *flag, a word of pinned memory, is at least `value`. unsupported: the device cannot.
+  virtual Status wait_flag(int device, CudaStream stream, uint32_t* flag, uint32_t value) = 0;
+
+  // For NICs and disks that reach device memory themselves: page aligned ranges only.
+  virtual Result<UniqueFd> export_dmabuf(uint64_t address, size_t nbytes) = 0;
+
+  // The process' driver, made by the first call. unsupported: there is no CUDA here, and why.
+  static Result<std::shared_ptr<CudaDriver>> get();
+  // Has get() made one? For doctor and explain(), which must make no context.
+  static std::shared_ptr<CudaDriver> made();
+  // In place of the real one, from now on; null: the real one again. For tests.
+  static void replace(std::shared_ptr<CudaDriver> driver);
+};
+
+Result<std::shared_ptr<CudaDriver>> open_libcuda();
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,81 @@
+#include "transfer/cuda/lane.h"
+
+#include "transfer/engine_impl.h"
+
+namespace torch_mooncake::transfer {
+
+CudaCopyPart::CudaCopyPart(OpImplPtr op, CudaQueue& queue, std::vector<CudaQueue::Copy> copies,
+                           std::shared_ptr<void> hold)
+    : op_(std::move(op)), queue_(queue), copies_(std::move(copies)), hold_(std::move(hold)) {
+  for (auto& copy : copies_) nbytes_ += copy.nbytes;
+}
+
+void CudaCopyPart::run() {
+  op_->add(shared_from_this());
+  step();
+}
+
+void CudaCopyPart::step() {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped_) next_ = copies_.size();
+  }
+  std::vector<CudaQueue::Copy> some;
+  uint64_t nbytes = 0;
+  while (next_ < copies_.size() && nbytes < kStepBytes) {
+    auto& copy = copies_[next_];
+    uint64_t n = std::min<uint64_t>(copy.nbytes - at_, kStepBytes - nbytes);
+    some.push_back({static_cast<char*>(copy.dst) + at_, static_cast<const char*>(copy.src) + at_, n});
+    nbytes += n;
+    at_ += n;
+    if (at_ < copy.nbytes) break;
+    at_ = 0;
+    ++next_;
+  }
+  if (some.empty()) return over({});
+  queue_.copy(some, [self = shared_from_this(), nbytes](const Status& status) {
+    if (!status) return self->over(status);
+    self->op_->add_bytes_done(nbytes);
+    self->step();
+  });
+}
+
+// Nothing is queued any more.
+void CudaCopyPart::over(const Status& status) {
+  Status outcome = status;
+  std::shared_ptr<void> hold;
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped_) outcome = why_;
+    hold = std::move(hold_);
+    if (std::exchange(told_, true)) return;
+  }
+  bool writes = op_->direction() == Direction::write;
+  if (outcome) op_->peer().engine().metrics().bytes("cuda", writes ? nbytes_ : 0, writes ? 0 : nbytes_);
+  op_->set_remote_quiescent(true);
+  hold.reset();
+  op_->part_done(shared_from_this(), outcome);
+}
+
+void CudaCopyPart::stop(const Status& why) {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped_ || told_) return;
+    stopped_ = true;
+    why_ = why;
+  }
+  // What the device has been given ends within milliseconds. If it hangs, the op ends all the same, and the memory
+  // stays in quarantine (hold_) until the device answers.
+  std::weak_ptr<CudaCopyPart> weak = shared_from_this();
+  op_->peer().engine().rpc().add_timer(Deadline::at_ns(steady_ns() + op_->grace_ns() / 2), [weak] {
+    auto self = weak.lock();
+    if (!self) return;
+    {
+      std::lock_guard lock(self->mutex_);
+      if (std::exchange(self->told_, true)) return;
+    }
+    self->op_->part_done(self, self->why_);
+  });
+}
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,138 @@
+#include "transfer/cuda/memory.h"
+
+#include <cstring>
+
+namespace torch_mooncake::transfer {
+
+Result<std::shared_ptr<CudaMemory>> CudaMemory::of(uint64_t address, uint64_t nbytes) {
+  TM_ASSIGN(auto driver, CudaDriver::get());
+  TM_ASSIGN(auto first, driver->find(address));
+  // Expandable segments map many allocations side by side; all of them have to be there.
+  for (uint64_t at = first.base + first.nbytes; at < address + nbytes;) {
+    auto next = driver->find(at);
+    if (!next || next->device != first.device || next->nbytes == 0)
+      return Status(Code::invalid_argument, std::to_string(nbytes) +
+                                                " bytes at that address are not all memory of CUDA device " +
+                                                std::to_string(first.device));
+    at = next->base + next->nbytes;
+  }
+  TM_ASSIGN(auto* queue, CudaQueue::of(driver, first.device));
+  return std::make_shared<CudaMemory>(std::move(driver), *queue, address);
+}
+
+MovePtr CudaMemory::move(MoveRequest request) {
+  return std::make_shared<CudaMove>(shared_from_this(), std::move(request));
+}
+
+CudaMove::CudaMove(std::shared_ptr<CudaMemory> memory, MoveRequest request)
+    : memory_(std::move(memory)), request_(std::move(request)) {
+  std::erase_if(request_.pieces, [](const HostPiece& piece) { return piece.nbytes == 0; });
+}
+
+void CudaMove::stop(const Status& why) {
+  std::unique_lock lock(mutex_);
+  if (stopped_ || told_) return;
+  stopped_ = true;
+  status_ = why;
+  settle(std::move(lock));
+}
+
+void CudaMove::settle(std::unique_lock<std::mutex> lock) {
+  std::function<void(const Status&)> done;
+  std::function<void(uint64_t)> progress;
+  std::shared_ptr<void> keep;
+  bool last = (stopped_ || piece_ == request_.pieces.size()) && in_flight_ == 0;
+  if (!told_ && (last || (stopped_ && touching_ == 0))) {
+    told_ = true;
+    done = std::move(request_.done);
+  }
+  if (last) {
+    progress = std::move(request_.progress);
+    keep = std::move(request_.keep);
+  }
+  Status status = status_;
+  lock.unlock();
+  if (done) done(status);
+}
+
+bool CudaMove::fill(Block& block) {
+  while (piece_ < request_.pieces.size() && block.nbytes < CudaQueue::kBlockBytes) {
+    auto& piece = request_.pieces[piece_];
+    uint64_t n = std::min(piece.nbytes - at_, CudaQueue::kBlockBytes - block.nbytes);
+    block.parts.push_back({piece.host + at_, piece.offset + at_, n});
+    block.nbytes += n;
+    at_ += n;
+    if (at_ < piece.nbytes) break;
+    at_ = 0;
+    ++piece_;
+  }
+  return block.nbytes > 0;
+}
+
+void CudaMove::pump() {
+  for (;;) {
+    auto block = std::make_shared<Block>();
+    std::unique_lock lock(mutex_);
+    if (stopped_ || piece_ == request_.pieces.size()) return settle(std::move(lock));
+    if (in_flight_ == kMostInFlight) return;
+    auto data = memory_->queue().take_block([self = shared_from_this()] { self->pump(); });
+    if (!data) {
+      lock.unlock();
+      return stop(data.status().with(memory_->name()));
+    }
+    if (*data == nullptr) return;  // the waiter comes back
+    block->data = *data;
+    fill(*block);
+    ++in_flight_;
+    touching_ += request_.direction == Direction::write;
+    lock.unlock();
+    carry(block);
+  }
+}
+
+void CudaMove::carry(const BlockPtr& block) {
+  std::vector<CudaQueue::Copy> copies;
+  bool write = request_.direction == Direction::write;
+  auto* at = block->data;
+  for (auto& part : block->parts) {
+    auto* device = reinterpret_cast<void*>(memory_->address() + part.offset);
+    if (write) std::memcpy(at, part.host, part.nbytes);
+    copies.push_back(write ? CudaQueue::Copy{device, at, part.nbytes} : CudaQueue::Copy{at, device, part.nbytes});
+    at += part.nbytes;
+  }
+  if (write) {
+    std::unique_lock lock(mutex_);
+    --touching_;
+    if (stopped_) settle(std::move(lock));
+  }
+  memory_->queue().copy(copies, [self = shared_from_this(), block](const Status& s) { self->copied(block, s); });
+}
+
+void CudaMove::copied(const BlockPtr& block, const Status& status) {
+  bool copies_out = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (!status && !stopped_) {
+      stopped_ = true;
+      status_ = status.with(memory_->name());
+    }
+    copies_out = !stopped_ && request_.direction == Direction::read;
+    touching_ += copies_out;
+  }
+  if (copies_out) {
+    auto* from = block->data;
+    for (auto& part : block->parts) {
+      std::memcpy(part.host, from, part.nbytes);
+      from += part.nbytes;
+    }
+  }
+  if (status && request_.progress) request_.progress(block->nbytes);
+  memory_->queue().give_block(block->data);
+  std::unique_lock lock(mutex_);
+  touching_ -= copies_out;
+  --in_flight_;
+  settle(std::move(lock));
+  pump();
+}
+
+}  // namespace torch_mooncake::transfer

@@ -1,0 +1,238 @@
+#include "transfer/stage/endpoint.h"
+
+#include "transfer/stage/lane.h"
+#include "transfer/wire.h"
+
+namespace torch_mooncake::transfer {
+
+void StageEndpoint::attach(EngineImpl& engine) {
+  auto forward = [](auto member) {
+    return [member](PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
+      (peer.endpoint<StageEndpoint>()->*member)(std::move(request), std::move(responder));
+    };
+  };
+  engine.handle(kStageOpen, forward(&StageEndpoint::on_stage_open));
+  engine.handle(kStage, forward(&StageEndpoint::on_stage));
+}
+
+const Capabilities& StageEndpoint::capabilities() const {
+  constexpr uint8_t kDevices = 1 << static_cast<int>(MemoryKind::file) | 1 << static_cast<int>(MemoryKind::cuda);
+  constexpr uint8_t kAll = kDevices | 1 << static_cast<int>(MemoryKind::host);
+  static constexpr Capabilities to_host{.option = "",
+                                        .same_process = false,
+                                        .same_host = false,
+                                        .read = true,
+                                        .write = true,
+                                        .target_idle = false,
+                                        .owner_revokes = true,
+                                        .carries_notify = false,
+                                        .local_kinds = kDevices};
+  static constexpr Capabilities to_devices{.option = "",
+                                           .same_process = false,
+                                           .same_host = false,
+                                           .read = true,
+                                           .write = true,
+                                           .target_idle = false,
+                                           .owner_revokes = true,
+                                           .carries_notify = false,
+                                           .local_kinds = kAll};
+  return host_ ? to_host : to_devices;
+}
+
+Result<RemoteMemoryPtr> StageEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
+  if ((opened.descriptor.kind == MemoryKind::host) != host_) return RemoteMemoryPtr();
+  if (host_) return RemoteMemoryPtr(std::make_shared<StageMemory>(nullptr));
+  std::string descriptor;
+  {
+    std::lock_guard lock(mutex_);
+    descriptor = peer_area_;
+  }
+  if (descriptor.empty()) {
+    TM_ASSIGN(auto answer, peer_.session()->call_sync(kStageOpen, {}, deadline));
+    descriptor = std::move(answer.body);
+    std::lock_guard lock(mutex_);
+    peer_area_ = descriptor;
+  }
+  TM_ASSIGN(auto area, peer_.open(descriptor, deadline));
+  return RemoteMemoryPtr(std::make_shared<StageMemory>(std::move(area)));
+}
+
+Explanation StageEndpoint::explain() const {
+  Explanation out;
+  out.transport = name();
+  out.ordinary_memory = false;
+  out.serves = host_ ? "files and devices of this process, to and from host memory of the peer"
+                     : "files and devices of the peer, through slots in its memory";
+  out.facts.emplace_back("slots", int64_t{kStageSlots});
+  out.facts.emplace_back("bytes of a slot", static_cast<int64_t>(kStageSlotBytes));
+  return out;
+}
+
+// ---- The initiator
+
+void StageEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
+  auto part = std::make_shared<StagePart>(op, *this, batches);
+  auto needs_local = [](const Batch& batch) { return batch.local->kind() != MemoryKind::host; };
+  if (std::any_of(batches.begin(), batches.end(), needs_local)) {
+    std::lock_guard making(area_mutex_);
+    bool missing;
+    {
+      std::lock_guard lock(mutex_);
+      missing = !local_;
+    }
+    if (missing) {
+      auto made = StageArea::create(peer_.engine());
+      if (!made) {
+        op->add(part);
+        return op->part_done(part, made.status());
+      }
+      std::lock_guard lock(mutex_);
+      local_ = std::move(*made);
+    }
+  }
+  part->run();
+}
+
+void StageEndpoint::enqueue(std::shared_ptr<StagePart> part) {
+  {
+    std::lock_guard lock(mutex_);
+    ready_.push_back(std::move(part));
+  }
+  pump();
+}
+
+void StageEndpoint::chunk_over(StageChunk& chunk, std::shared_ptr<OpImpl> inner) {
+  if (chunk.local_area) {
+    std::lock_guard lock(mutex_);
+    local_slots_.give(chunk.local_slot);
+  }
+  if (chunk.area && inner && inner->direction() == Direction::write)
+    inner->when_quiescent([this, peer = peer_.shared_from_this(), slot = chunk.peer_slot] { give_peer_slot(slot); });
+  else if (chunk.area)
+    return give_peer_slot(chunk.peer_slot);
+  pump();
+}
+
+void StageEndpoint::give_peer_slot(uint32_t slot) {
+  {
+    std::lock_guard lock(mutex_);
+    peer_slots_.give(slot);
+  }
+  pump();
+}
+
+void StageEndpoint::pump() {
+  for (;;) {
+    StageChunkPtr chunk;
+    {
+      std::lock_guard lock(mutex_);
+      while (!ready_.empty() && !ready_.front()->has_next()) ready_.pop_front();
+      if (ready_.empty()) return;
+      auto part = ready_.front();
+      bool local = part->needs_local_slot(), peers = part->needs_peer_slot();
+      if ((local && !local_slots_.any()) || (peers && !peer_slots_.any())) return;
+      chunk = part->next_chunk();
+      if (local) {
+        chunk->local_area = local_;
+        chunk->local_slot = local_slots_.take();
+      }
+      if (peers) chunk->peer_slot = peer_slots_.take();
+      ready_.pop_front();
+      ready_.push_back(std::move(part));
+    }
+    chunk->next({});
+  }
+}
+
+// ---- The owner
+
+Result<std::shared_ptr<StageArea>> StageEndpoint::our_area() {
+  std::lock_guard making(area_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    if (area_) return area_;
+  }
+  TM_ASSIGN(auto area, StageArea::create(peer_.engine()));
+  {
+    std::lock_guard lock(mutex_);
+    if (!over_) return area_ = area;
+  }
+  (void)peer_.engine().deregister(area->region, Deadline::after_ms(0));
+  return peer_.session()->status();
+}
+
+void StageEndpoint::on_stage_open(rpc::Message, rpc::Responder responder) {
+  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+  peer_.engine().repair().post([this, peer = peer_.shared_from_this(), shared] {
+    auto area = our_area();
+    area ? shared->ok((*area)->region->descriptor()) : shared->fail(area.status());
+    peer->engine().callbacks()->post([peer] {});  // perhaps the last reference
+  });
+}
+
+void StageEndpoint::on_stage(rpc::Message message, rpc::Responder responder) {
+  auto request = StageRequest::decode(message.body);
+  if (!request) return responder.fail(request.status());
+  std::shared_ptr<StageArea> area;
+  {
+    std::lock_guard lock(mutex_);
+    area = area_;
+  }
+  if (!area || request->slot >= kStageSlots)
+    return responder.fail({Code::invalid_argument, "a stage request for a slot that does not exist"});
+  // Leave to touch the region, until the move is over.
+  struct Hold {
+    std::shared_ptr<PeerImpl> peer;
+    std::shared_ptr<StageArea> area;
+    std::vector<Window> windows;
+    ~Hold() {
+      for (auto& window : windows) peer->grants().release(window);
+    }
+  };
+  auto hold = std::make_shared<Hold>();
+  hold->peer = peer_.shared_from_this();
+  hold->area = area;
+  MoveRequest move;
+  move.direction = request->direction;
+  move.patient = true;
+  auto* slot = area->region->data() + request->slot * kStageSlotBytes;
+  uint64_t room = kStageSlotBytes;
+  for (auto& piece : request->pieces) {
+    Piece wanted{request->grant, piece.offset, piece.nbytes};
+    if (piece.nbytes > room) return responder.fail({Code::invalid_argument, "a stage request for more than a slot"});
+    if (hold->windows.empty()) {
+      auto window = peer_.grants().window(wanted, request->direction, false);
+      if (!window) return responder.fail(window.status());
+      hold->windows.push_back(std::move(*window));
+    } else if (Status status = peer_.grants().check(wanted, request->direction, false); !status) {
+      return responder.fail(status);
+    }
+    move.pieces.push_back({slot, piece.offset, piece.nbytes});
+    slot += piece.nbytes;
+    room -= piece.nbytes;
+  }
+  if (hold->windows.empty()) return responder.ok();
+  auto& region = *hold->windows.front().region;
+  if (!region.backing()) return responder.fail({Code::invalid_argument, region.name() + " is host memory: no stage"});
+  auto backing = region.backing();
+  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+  move.done = [shared](const Status& status) { status ? shared->ok() : shared->fail(status); };
+  move.keep = std::move(hold);
+  backing->move(std::move(move))->start();
+}
+
+void StageEndpoint::session_over(const Status&) {
+  // Parts end by their inner ops and calls, all of which fail now. Areas go when nobody can touch them.
+  std::shared_ptr<StageArea> areas[2];
+  {
+    std::lock_guard lock(mutex_);
+    over_ = true;
+    areas[0] = std::move(area_);
+    areas[1] = std::move(local_);
+    peer_area_.clear();
+  }
+  for (auto& area : areas)
+    if (area) (void)peer_.engine().deregister(area->region, Deadline::after_ms(0));
+}
+
+}  // namespace torch_mooncake::transfer

@@ -61,7 +61,7 @@ std::vector<HeldGrant> GrantTable::take_held() {
   return held;
 }
 
-Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction) {
+Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction, bool host) {
   if (!region)
     return {Code::key_not_found, "grant " + std::to_string(piece.grant) + " does not exist: its region is gone"};
   if (host && region->kind() != MemoryKind::host)
@@ -81,13 +81,13 @@ Result<RegionImplPtr> GrantTable::resolve(const Piece& piece, Direction directio
   return region;
 }
 
-Status GrantTable::check(const Piece& piece, Direction direction) const {
-  return check_piece(find(piece.grant), piece, direction);
+Status GrantTable::check(const Piece& piece, Direction direction, bool host) const {
+  return check_piece(find(piece.grant), piece, direction, host);
 }
 
 Result<Window> GrantTable::window(const Piece& piece, Direction direction, bool host) const {
   auto region = find(piece.grant);
-  TM_TRY(check_piece(region, piece, direction));
+  TM_TRY(check_piece(region, piece, direction, host));
   if (!region->usage().acquire(user_)) return Status(Code::key_not_found, region->name() + " was deregistered");
   auto* data = region->data() + piece.offset;
   return Window{std::move(region), data};

@@ -39,7 +39,7 @@ struct HeldGrant {
 };
 
 // Bounds and rights of a piece in its region (null: there is none). Errors as GrantTable::check.
-Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction);
+Status check_piece(const RegionImplPtr& region, const Piece& piece, Direction direction, bool host = true);
 
 class GrantTable {
  public:

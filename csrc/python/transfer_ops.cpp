@@ -57,7 +57,8 @@ PyOp transfer_one(PyEngine& engine, bool write, PyRegion& local, int64_t local_o
                 remote.get(),
                 {{unsigned_or_raise(local_offset, "local offset"), unsigned_or_raise(remote_offset, "remote offset"),
                   unsigned_or_raise(nbytes, "nbytes")}}};
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
+  return submit(engine, std::move(batches),
+                {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // A small op that is over on return; None if it is not of that kind, or fails its checks: transfer_one() then says why.
@@ -86,7 +87,8 @@ PyOp transfer_list(PyEngine& engine, bool write, nb::list items, int64_t deadlin
                                       unsigned_or_raise(nb::cast<int64_t>(item[3]), "remote offset"),
                                       unsigned_or_raise(nb::cast<int64_t>(item[4]), "nbytes")});
   }
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
+  return submit(engine, std::move(batches),
+                {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // One slice for each pair of offsets; `sizes` has one element for all, or one for each.
@@ -105,7 +107,8 @@ PyOp transfer_offsets(PyEngine& engine, bool write, PyRegion& local, Offsets loc
   for (size_t i = 0; i < n; ++i)
     batches[0].extents[i] = {unsigned_or_raise(from[i], "local offset"), unsigned_or_raise(to[i], "remote offset"),
                              unsigned_or_raise(size[i * step], "nbytes")};
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
+  return submit(engine, std::move(batches),
+                {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // ---- Pages
@@ -163,7 +166,8 @@ void check_pages(const char* side, const PageOffsets& pages, uint64_t page_nbyte
 // locals, remotes: (region, offset, nbytes) of each base; base i here goes with base i there. Without ids: 0, 1, …
 PyOp transfer_pages(PyEngine& engine, bool write, nb::list locals, std::optional<Ids> local_ids, int64_t local_stride,
                     nb::list remotes, std::optional<Ids> remote_ids, int64_t remote_stride, int64_t count,
-                    int64_t page_nbytes, int64_t deadline_ns, nb::bytes notify, bool background, nb::object keep, Stream stream) {
+                    int64_t page_nbytes, int64_t deadline_ns, nb::bytes notify, bool background, nb::object keep,
+                    Stream stream) {
   const uint64_t nbytes = unsigned_or_raise(page_nbytes, "nbytes");
   const uint64_t strides[] = {unsigned_or_raise(local_stride, "stride"), unsigned_or_raise(remote_stride, "stride")};
   const size_t n = unsigned_or_raise(count, "count");
@@ -195,7 +199,8 @@ PyOp transfer_pages(PyEngine& engine, bool write, nb::list locals, std::optional
       extents.push_back(page);
     }
   }
-  return submit(engine, std::move(batches), {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
+  return submit(engine, std::move(batches),
+                {write, deadline_ns, std::move(notify), background, std::move(keep), stream});
 }
 
 // ---- Ops

@@ -431,7 +431,7 @@ void OpImpl::end(const Status& status) {
   };
   auto rest = std::make_shared<Rest>(
       Rest{std::move(batches_), std::move(options_.keep), std::move(options_.on_end), std::move(final)});
-  auto callbacks = engine.callbacks();  // from here on the engine may go
+  auto callbacks = engine.callbacks();                                 // from here on the engine may go
   bool here = inner_ || (this_thread() == starter_ && !rest->on_end);  // an inner op's regions have other holders
   auto inner = std::move(inner_);
   if (at_end_) std::exchange(at_end_, nullptr)();

@@ -21,13 +21,25 @@ namespace transfer_test {
 
 using namespace torch_mooncake;
 
-enum class Way { local, segment, process_vm, unix_socket, tcp, rdma, file, file_by_shm, file_by_tcp, cuda, cuda_by_tcp };
+enum class Way {
+  local,
+  segment,
+  process_vm,
+  unix_socket,
+  tcp,
+  rdma,
+  file,
+  file_by_shm,
+  file_by_tcp,
+  cuda,
+  cuda_by_tcp
+};
 inline constexpr Way kWays[] = {Way::local, Way::segment, Way::process_vm, Way::unix_socket,
                                 Way::tcp,   Way::rdma,    Way::file,       Way::cuda};
 inline constexpr Way kTwoProcessWays[] = {Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma};
 // The same, and a file of the other process: staged through slots, which are mapped or sent.
-inline constexpr Way kAllTwoProcessWays[] = {Way::segment,     Way::process_vm,  Way::unix_socket, Way::tcp, Way::rdma,
-                                             Way::file_by_shm, Way::file_by_tcp, Way::cuda_by_tcp};
+inline constexpr Way kAllTwoProcessWays[] = {Way::segment, Way::process_vm,  Way::unix_socket, Way::tcp,
+                                             Way::rdma,    Way::file_by_shm, Way::file_by_tcp, Way::cuda_by_tcp};
 inline bool is_file(Way way) { return way == Way::file || way == Way::file_by_shm || way == Way::file_by_tcp; }
 inline bool is_cuda(Way way) { return way == Way::cuda || way == Way::cuda_by_tcp; }
 // The kind of memory that an op reads and writes on its own side.

@@ -169,8 +169,10 @@ except tm.IoError as error:
     print("as expected")
 """
     (tmp_path / "small").mkdir()
-    command = f"mount -t tmpfs -o size=1m none {tmp_path / 'small'} && exec {sys.executable} -c '{code}'"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=60)
+    (tmp_path / "fill.py").write_text(code)
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path / 'small'}"
+    command = ["unshare", "-m", "sh", "-c", f"{mount} && exec {sys.executable} {tmp_path / 'fill.py'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "as expected\n", done.stderr
 
 

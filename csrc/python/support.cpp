@@ -33,7 +33,33 @@ void release_later(PyObject* object) {
   if (node->next == nullptr) Py_AddPendingCall(drain_pending, nullptr);
 }
 
+// Threads that are inside a NoGil, and above them the flag that says that none comes back any more. One word: the
+// flag is set when the count is seen to be zero, so that no thread is between its look at the flag and the GIL.
+constexpr uint64_t kParked = uint64_t{1} << 32;
+std::atomic<uint64_t> outside{0};
+
 }  // namespace
+
+NoGil::NoGil() : state_((outside.fetch_add(1), PyEval_SaveThread())) {}
+
+NoGil::~NoGil() {
+  while ((outside.load() & kParked) && !on_main_thread()) ::pause();
+  PyEval_RestoreThread(state_);
+  outside.fetch_sub(1);
+}
+
+void park_threads() {
+  if (in_forked_child()) return;  // no other thread exists
+  PyThreadState* state = PyEval_SaveThread();
+  auto deadline = Deadline::after_ms(1000);
+  uint64_t none = 0;
+  while (!outside.compare_exchange_strong(none, kParked) && !deadline.expired()) {
+    ::usleep(1000);
+    none = 0;
+  }
+  outside.fetch_or(kParked);
+  PyEval_RestoreThread(state);
+}
 
 bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
 

@@ -42,6 +42,23 @@ T unwrap(Result<T> result) {
 // --- time: Python passes time.monotonic_ns() values; INT64_MAX is never ---
 inline Deadline deadline_at(int64_t ns) { return Deadline::at_ns(ns); }
 
+// --- the GIL ---
+// Releases it for a scope. As nb::gil_scoped_release does, but a daemon thread that comes back when the interpreter is
+// ending sleeps for ever instead. CPython before 3.14 would end it by pthread_exit(), inside frames that are noexcept,
+// and so abort the process.
+class NoGil {
+ public:
+  NoGil();
+  ~NoGil();
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+// At exit, with the GIL held: threads inside a NoGil get a second to come back, then no other thread does.
+void park_threads();
+
 // --- lifetimes ---
 bool in_forked_child();  // of the process that loaded this module
 
@@ -64,7 +81,7 @@ class Held {
       new std::shared_ptr<T>(std::move(object_));
       return;
     }
-    nb::gil_scoped_release no_gil;
+    NoGil no_gil;
     object_.reset();
   }
   const std::shared_ptr<T>& get() const { return object_; }
@@ -92,7 +109,7 @@ std::shared_ptr<T> from_capsule(nb::handle capsule, const char* name) {
 template <typename F>
 auto without_gil(F&& fn) {
   drain_released();
-  nb::gil_scoped_release no_gil;
+  NoGil no_gil;
   return fn();
 }
 
@@ -105,7 +122,7 @@ auto interruptible(F fn) {
   drain_released();
   using R = decltype(fn());
   if (!on_main_thread()) {
-    nb::gil_scoped_release no_gil;
+    NoGil no_gil;
     return fn();
   }
   struct Shared {
@@ -122,7 +139,7 @@ auto interruptible(F fn) {
   }).detach();
   for (;;) {
     {
-      nb::gil_scoped_release no_gil;
+      NoGil no_gil;
       std::unique_lock lock(shared->mutex);
       if (shared->done.wait_for(lock, std::chrono::milliseconds(50), [&] { return shared->result.has_value(); }))
         return std::move(*shared->result);
@@ -139,7 +156,7 @@ auto in_slices(Deadline deadline, F&& wait) {
   for (;;) {
     auto slice = min(deadline, Deadline::after_ms(50));
     auto result = [&] {
-      nb::gil_scoped_release no_gil;
+      NoGil no_gil;
       return wait(slice);
     }();
     const Status* status;

@@ -147,12 +147,7 @@ ENDINGS = {
 }
 
 
-# A daemon thread that wants the GIL back from a native wait while CPython 3.11 ends is unwound by pthread_exit(), and
-# now and then takes the process with it. Known, not mended yet: not in the fast tier.
-RACES = ("waiting in a daemon thread",)
-
-
-@pytest.mark.parametrize("ending", [pytest.param(e, marks=[pytest.mark.slow] if e in RACES else []) for e in ENDINGS])
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends(ending: str, make_two: Any) -> None:
     """Exit status 0, within seconds, and not a word on stderr, in whatever state the engine is."""
     two = make_two("tcp", MiB)

@@ -482,6 +482,7 @@ Result<OpPtr> EngineImpl::transfer(Direction direction, std::vector<Batch> batch
 }
 
 Result<OpPtr> EngineImpl::transfer_to_many(Direction direction, std::vector<Batch> batches, OpOptions options) {
+  if (options.stream) return Status(Code::unsupported, "an op in the order of a stream has one peer");
   std::map<PeerPtr, std::vector<Batch>> by_peer;
   for (auto& batch : batches) {
     auto peer = batch.remote->peer();

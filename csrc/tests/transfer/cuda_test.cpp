@@ -216,6 +216,10 @@ TEST_CASE("cuda: a stream goes on whatever becomes of the op") {
   mark();
   CHECK(eventually([&] { return passed == 4; }));
   device.cuda.no_flags = false;
+  Pair other(Way::cuda);
+  auto second = must(must(pair.a->connect(other.b->addresses().at(0), soon()))
+                         ->open(target.register_in(*other.b)->descriptor(), soon()));
+  CHECK(pair.a->write({slices[0], {local, 0, second, 0, 1 << 20}}, options).status().code() == Code::unsupported);
   REQUIRE_OK(pair.a->deregister(local, soon()));
   CHECK(!pair.a->write(slices, options).is_ok());
   mark();

@@ -95,7 +95,7 @@ TEST_CASE("an engine counts its ops by outcome, and its lanes are in the statist
   for (Way way : kWays) {
     CAPTURE(name_of(way));
     Pair pair(way);
-    Memory source(way, 8192), target(way, 8192);
+    Memory source(local_of(way), 8192), target(way, 8192);
     auto local = source.register_in(*pair.a);
     auto region = target.register_in(*pair.b);
     auto remote = pair.open(region);

@@ -90,7 +90,7 @@ TEST_CASE("one op to several targets: all bytes at its end, each target notified
     CAPTURE(name_of(way));
     constexpr size_t kBytes = 1 << 20;
     Star star(way, 3, kBytes);
-    Memory source(way, 3 * kBytes);
+    Memory source(local_of(way), 3 * kBytes);
     fill(source.data, source.nbytes, 9);
     auto local = source.register_in(*star.a);
     std::vector<Slice> slices;  // interleaved over the targets

@@ -73,7 +73,9 @@ class Config:
     nics: tuple[str, ...] = _env("TM_NICS", (), 'NICs used: globs of names and networks, "!" excludes; empty: all')
     lanes: int = _env("TM_LANES", 2, "connections a peer")
     io_threads: int = _env("TM_IO_THREADS", 2, "I/O threads an engine")
-    async_threads: int = _env("TM_ASYNC_THREADS", 4, "threads that serve the await forms of the pool's verbs")
+    async_threads: int = _env(
+        "TM_ASYNC_THREADS", 128, "the most threads that serve the await forms of the pool's verbs"
+    )
     log_level: str = _env("TM_LOG_LEVEL", "warning", "debug, info, warning, error or off")
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class Config:
         require(all(self.nics), "nics", "patterns separated by commas")
         require(1 <= self.lanes <= 64, "lanes", "between 1 and 64")
         require(1 <= self.io_threads <= 4, "io_threads", "between 1 and 4")
-        require(1 <= self.async_threads <= 64, "async_threads", "between 1 and 64")
+        require(1 <= self.async_threads <= 1024, "async_threads", "between 1 and 1024")
         require(self.log_level in ("debug", "info", "warning", "error", "off"), "log_level", "a known level")
 
     @classmethod

@@ -221,6 +221,7 @@ class Pool:
         ``wait``: seconds to wait for the key to appear, then DeadlineExceeded. ``default``: instead of KeyNotFound.
         """
         deadline = deadline_ns(timeout if wait is None or timeout is None else timeout + wait)
+        wait_until = min(deadline, deadline_ns(wait))  # one for all turns: another may take what has appeared
         name, (at_least, label) = _key(key), _version(version)
         while True:
             client = self._client(deadline)
@@ -228,7 +229,7 @@ class Pool:
                 if wait is None:
                     found = client.locate(name, at_least, label, deadline)
                 else:
-                    found = client.wait(name, at_least, label, deadline_ns(wait))
+                    found = client.wait(name, at_least, label, wait_until)
             except KeyNotFound:
                 if default is MISSING:
                     raise

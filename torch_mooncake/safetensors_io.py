@@ -175,7 +175,7 @@ def export_file(
 ) -> int:
     deadline = deadline_ns(timeout)
     client = pool._client(deadline)
-    wanted = sorted(pool.keys(prefix, timeout=timeout) if keys is None else keys)
+    wanted = sorted(set(pool.keys(prefix, timeout=timeout) if keys is None else keys))
     metadata: dict[str, str] = {}
     found = []
     for key, object_ in zip(wanted, client.locate_many(wanted, deadline), strict=True):

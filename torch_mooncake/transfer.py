@@ -263,6 +263,7 @@ class Engine:
         )
         self._ties: dict[int, Tie] = {}  # by region id
         self._publications: list[discovery.Publication] = []
+        self._pid = os.getpid()
         self._directories: dict[str | int, discovery.Directory] = {}
         self._directories_lock = threading.Lock()
         _engines.add(self)
@@ -607,11 +608,12 @@ class Engine:
 
     def close(self) -> None:
         """End all sessions; pending ops fail with Closed, and so do later calls. Idempotent, at most 2 s."""
-        for publication in self._publications:
-            publication.close()
-        with self._directories_lock:
-            for directory in self._directories.values():
-                directory.close()
+        if os.getpid() == self._pid:  # a forked child withdraws nothing: the records are its parent's
+            for publication in self._publications:
+                publication.close()
+            with self._directories_lock:
+                for directory in self._directories.values():
+                    directory.close()
         self._core.close()
 
     def __enter__(self) -> Engine:

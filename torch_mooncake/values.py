@@ -224,7 +224,11 @@ class Reader:
         """Read what ``box`` is of the tensor into ``target``, a tensor of the box's shape, any strides, any device."""
         import torch
 
+        if hasattr(target, "trigger_wait"):  # a collective's result, which may be on its way yet
+            target = target.trigger_wait()
         target = target.detach()
+        if tuple(target.shape) != box.shape:
+            raise LayoutMismatch(f"out= holds {list(target.shape)} on this rank, where the layout has {box.shape}")
         if box.numel == 0:
             return
         itemsize = DTYPES[leaf.dtype]

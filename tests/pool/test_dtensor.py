@@ -184,6 +184,13 @@ def test_a_plain_tensor_is_read_in_shares(pool: tm.Pool) -> None:
         tm.get("k", out=out)
         assert torch.equal(wide[:, 100:200], value[:, 200:])
         assert wide[:, :100].eq(0).all()
+        # A local tensor of another size than the layout says is refused before a byte is written.
+        for rows in (100, 180):
+            local = torch.zeros(rows, 300)
+            odd = DTensor.from_local(local, mesh, [Shard(0)], shape=value.shape, stride=value.stride(), run_check=False)
+            with pytest.raises(tm.LayoutMismatch, match=f"{rows}, 300.*171, 300"):
+                tm.get("k", out=odd)
+            assert local.eq(0).all()
         for wrong, says in (
             ([Partial()], "not done yet"),
             ([Shard(0), Shard(1)], "2 placements"),

@@ -299,8 +299,36 @@ def test_await_forms(pool: tm.Pool) -> None:
         parts = [tm.aput("p", i, part=(i, 4), group="g") for i in range(4)]
         await asyncio.gather(*parts)
         assert await tm.aget("p", consume=True) == [0, 1, 2, 3]
+        # Who waits keeps nobody else from running.
+        waiting = [asyncio.create_task(tm.aget("late", wait=20)) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        await tm.aput("late", 1)
+        assert await asyncio.gather(*waiting) == [1] * 20
 
     asyncio.run(run())
+
+
+def test_waiting_for_what_another_takes_ends_in_time(pool: tm.Pool) -> None:
+    """One wait, however often the key appears and is gone again."""
+    done = threading.Event()
+
+    def put_and_take() -> None:
+        while not done.is_set():
+            tm.put("k", 1)
+            tm.get("k", consume=True, default=None)
+
+    thread = threading.Thread(target=put_and_take)
+    thread.start()
+    try:
+        start, taken = time.monotonic(), 0
+        while time.monotonic() - start < 2:
+            try:
+                taken += tm.get("k", consume=True, wait=0.1, timeout=None)
+            except tm.DeadlineExceeded:
+                assert time.monotonic() - start < 8
+    finally:
+        done.set()
+        thread.join()
 
 
 # --- state dicts ---

@@ -167,6 +167,15 @@ def test_close_withdraws_only_what_is_ours(where: tuple[str, Any], engine: tm.En
         engine.find(where[1], "name", timeout=0)
 
 
+def test_a_forked_child_withdraws_nothing(
+    where: tuple[str, Any], engine: tm.Engine, child: Callable[..., Child]
+) -> None:
+    publisher = child()
+    publisher(PUBLISHER, where=where[0], listen="tcp://127.0.0.1:0")
+    publisher("import sys\nif (pid := os.fork()) == 0: sys.exit(0)\nresult = os.waitpid(pid, 0)[1]")
+    assert engine.find(where[1], "rank1").name == "other"
+
+
 def test_what_cannot_be_published_or_asked(engine: tm.Engine) -> None:
     with tm.Engine(listen=[]) as deaf, pytest.raises(tm.InvalidArgument, match="listens nowhere"):
         deaf.publish(dist.HashStore(), "deaf")

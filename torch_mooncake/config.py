@@ -73,9 +73,7 @@ class Config:
     nics: tuple[str, ...] = _env("TM_NICS", (), 'NICs used: globs of names and networks, "!" excludes; empty: all')
     lanes: int = _env("TM_LANES", 2, "connections a peer")
     io_threads: int = _env("TM_IO_THREADS", 2, "I/O threads an engine")
-    async_threads: int = _env(
-        "TM_ASYNC_THREADS", 128, "the most threads that serve the await forms of the pool's verbs"
-    )
+    async_threads: int = _env("TM_ASYNC_THREADS", 128, "the most threads for the await forms of the pool's verbs")
     log_level: str = _env("TM_LOG_LEVEL", "warning", "debug, info, warning, error or off")
 
     def __post_init__(self) -> None:

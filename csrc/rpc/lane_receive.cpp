@@ -156,7 +156,8 @@ bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadlin
 bool LaneImpl::receive_for(const std::function<bool()>& done, Deadline deadline) {
   bool spin = spin_gate_.open(), slept = false;
   for (int64_t spin_until = std::min(steady_ns() + SpinGate::kSpinNs, deadline.ns()); !done();) {
-    if ((spin || slept) && receive()) continue;  // who sleeps at once was just too early for the answer
+    bool received = (spin || slept) && receive();  // who sleeps at once was just too early for the answer
+    if (received && !deadline.expired()) continue;
     if (spin && steady_ns() < spin_until) continue;
     if (std::exchange(spin, false)) spin_gate_.spun(false);
     if (slept || deadline.expired()) return done();

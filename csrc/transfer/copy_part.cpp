@@ -19,7 +19,8 @@ void CopyPart::run() {
 
 bool CopyPart::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
 
-void CopyPart::help(Deadline) {
+void CopyPart::help(Deadline deadline) {
+  if (nbytes_ > kHelpBytes && deadline.ns() < op_->deadline().ns()) return;
   if (claim()) work();
 }
 
@@ -67,7 +68,7 @@ void CopyPart::finish(const Status& status) {
   bool writes = op_->direction() == Direction::write;
   uint64_t moved = status ? nbytes_ : 0;
   op_->peer().engine().metrics().bytes(transport_, writes ? moved : 0, writes ? 0 : moved);
-  op_->set_remote_quiescent(true);  // whatever was written was written by this thread
+  op_->quiescent(*this);  // whatever was written was written by this thread
   op_->part_done(shared_from_this(), status);
 }
 

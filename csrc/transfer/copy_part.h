@@ -15,6 +15,8 @@ class CopyPart : public Part, public std::enable_shared_from_this<CopyPart> {
  public:
   // Up to this many bytes a part is copied inside submit(): a sleep and a wake cost more than the copy.
   static constexpr uint64_t kInlineBytes = 512 << 10;
+  // So much is copied by a thread whose wait ends before the op's deadline: a few milliseconds of work.
+  static constexpr uint64_t kHelpBytes = 64 << 20;
   static constexpr uint64_t kStepBytes = 16 << 20;
 
   CopyPart(OpImplPtr op, std::vector<CopyPiece> pieces, std::string transport);

@@ -27,9 +27,9 @@ void MovePart::run(std::vector<HostPiece> pieces) {
   held.push_back(region_);
   auto hold = hold_regions(op_, std::move(held));
   region_->usage().release(user);
-  std::shared_ptr<void> keep(nullptr, [op = op_, hold](void*) mutable {
+  std::shared_ptr<void> keep(nullptr, [self, hold](void*) mutable {
     hold.reset();
-    op->set_remote_quiescent(true);
+    self->op_->quiescent(*self);
   });
   MoveRequest request;
   request.direction = op_->direction();
@@ -40,7 +40,6 @@ void MovePart::run(std::vector<HostPiece> pieces) {
     auto& op = *self->op_;
     bool writes = op.direction() == Direction::write;
     if (status) op.peer().engine().metrics().bytes(self->transport_, writes ? nbytes : 0, writes ? 0 : nbytes);
-    if (status) op.set_remote_quiescent(true);
     op.part_done(self, status);
   };
   move_ = region_->backing()->move(std::move(request));

@@ -306,6 +306,7 @@ void OpImpl::add(PartPtr part) {
     std::lock_guard lock(mutex_);
     ++parts_left_;
     parts_.push_back({part, last_instalment_});
+    restless_.push_back(part.get());
     if (!instalments_.empty() && instalments_.back().id == last_instalment_) ++instalments_.back().parts;
     if (!stopping_) return;
     why = failure_;
@@ -331,6 +332,7 @@ void OpImpl::part_done(const PartPtr& part, const Status& status) {
       if (it == parts_.end()) return;
       over = leave_instalment(it->instalment);
       parts_.erase(it);
+      if (status.is_ok()) std::erase(restless_, part.get());
     }
     last = --parts_left_ == 0;
     if (last && (!failure_.is_ok() || options_.notify.empty()))
@@ -378,12 +380,14 @@ Status OpImpl::stop_reason() const {
   return failure_;
 }
 
-void OpImpl::set_remote_quiescent(bool yes) {
+void OpImpl::quiescent(const Part& part) {
   std::function<void()> tell;
   {
     std::lock_guard lock(mutex_);
-    remote_quiescent_.store(yes, std::memory_order_release);
-    if (yes) tell = std::move(when_quiescent_);
+    std::erase(restless_, &part);
+    if (!is_over_ || !restless_.empty()) return;
+    remote_quiescent_.store(true, std::memory_order_release);
+    tell = std::exchange(when_quiescent_, nullptr);
   }
   if (tell) tell();
 }
@@ -410,12 +414,18 @@ void OpImpl::end(const Status& status) {
   auto state = state_of(status);
   Status final = status.is_ok() || inner_ ? status : status.with(describe());
   uint64_t timer;
+  std::function<void()> tell_quiescent;
   {
     std::lock_guard lock(mutex_);
     failure_ = final;
     timer = std::exchange(timer_, 0);
-    if (state == OpState::done || direction_ == Direction::read) remote_quiescent_ = true;
+    is_over_ = true;
+    if (restless_.empty() || direction_ == Direction::read) {
+      remote_quiescent_.store(true, std::memory_order_release);
+      tell_quiescent = std::exchange(when_quiescent_, nullptr);
+    }
   }
+  if (tell_quiescent) tell_quiescent();
   auto& engine = peer_->engine();
   if (timer) engine.rpc().cancel_timer(timer);
   if (begun_) {

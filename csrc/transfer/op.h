@@ -81,7 +81,9 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   PeerImpl& peer() const { return *peer_; }
   const std::shared_ptr<PeerImpl>& peer_ptr() const { return peer_; }
   void add_bytes_done(uint64_t nbytes) { bytes_done_.fetch_add(nbytes, std::memory_order_relaxed); }
-  void set_remote_quiescent(bool yes);
+  // No byte of that part can land remotely any more: said by its transport, unless part_done() said that it was carried
+  // out. The op is quiescent when it has ended and all its parts are.
+  void quiescent(const Part& part);
   // Once, when it is known that no byte of this op can land remotely any more; never, if the session ends before.
   void when_quiescent(std::function<void()> fn);
   // The notification, for a transport that will deliver it behind its data. Empty if there is none, or if other parts
@@ -130,7 +132,9 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
 
   mutable std::mutex mutex_;
   std::vector<LivePart> parts_;
-  int parts_left_ = 1;  // one for start() or the pacer
+  std::vector<const Part*> restless_;  // that are not known to be quiescent; only compared
+  bool is_over_ = false;               // end() has run
+  int parts_left_ = 1;                 // one for start() or the pacer
   std::vector<Instalment> instalments_;
   uint32_t last_instalment_ = 0;  // being submitted, or submitted last
   Watchers watchers_;

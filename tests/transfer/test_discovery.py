@@ -172,7 +172,7 @@ def test_a_forked_child_withdraws_nothing(
 ) -> None:
     publisher = child()
     publisher(PUBLISHER, where=where[0], listen="tcp://127.0.0.1:0")
-    publisher("import sys\nif (pid := os.fork()) == 0: sys.exit(0)\nresult = os.waitpid(pid, 0)[1]")
+    publisher("import os, sys\nif (pid := os.fork()) == 0: sys.exit(0)\nresult = os.waitpid(pid, 0)[1]")
     assert engine.find(where[1], "rank1").name == "other"
 
 

@@ -52,7 +52,7 @@ void CudaCopyPart::over(const Status& status) {
   }
   bool writes = op_->direction() == Direction::write;
   if (outcome) op_->peer().engine().metrics().bytes("cuda", writes ? nbytes_ : 0, writes ? 0 : nbytes_);
-  op_->set_remote_quiescent(true);
+  op_->quiescent(*this);
   hold.reset();
   op_->part_done(shared_from_this(), outcome);
 }

@@ -131,25 +131,53 @@ Status Pull::step(std::span<const PullPiece> pieces, int pid) {
 
 void PullPart::run(PullRequest request) {
   auto self = shared_from_this();
-  op_->add(self);
   auto body = request.encode();
+  op_->add(self);
+  {
+    std::lock_guard lock(mutex_);
+    if (state_ == State::over) return;
+    state_ = State::sending;
+  }
   op_->peer().session()->call(kPull, std::move(body), Deadline::never(), [self](Result<rpc::Message> answer) {
+    auto& op = *self->op_;
     if (answer) {
-      self->op_->add_bytes_done(self->nbytes_);
-      self->op_->peer().engine().metrics().bytes("process_vm", self->nbytes_, 0);
+      op.add_bytes_done(self->nbytes_);
+      op.peer().engine().metrics().bytes("process_vm", self->nbytes_, 0);
     }
-    self->op_->part_done(self, answer.status());
+    if (answer || op.peer().alive()) op.quiescent(*self);  // whatever it says, the target writes no more
+    op.part_done(self, answer.status());
   });
+  std::optional<Status> why;
+  {
+    std::lock_guard lock(mutex_);
+    state_ = State::sent;
+    why.swap(stop_);
+  }
+  if (why) stop(*why);
 }
 
 // Our memory is only read by the target, and what it reads after this it throws away or puts where the failed op was
-// going anyway: the part is over here at once. Its answer to the cancellation makes the op quiescent there.
+// going anyway: the part is over here at once. Its answer to the cancellation makes the part quiescent there.
 void PullPart::stop(const Status& why) {
-  op_->peer().session()->call(kPullCancel, ByteWriter().put(id_).take(), Deadline::never(),
-                              [op = op_](Result<rpc::Message> answer) {
-                                if (answer) op->set_remote_quiescent(true);
-                              });
-  op_->part_done(shared_from_this(), why);
+  auto self = shared_from_this();
+  State before;
+  {
+    std::lock_guard lock(mutex_);
+    if (state_ == State::sending) {
+      if (!stop_) stop_ = why;
+      return;
+    }
+    before = std::exchange(state_, State::over);
+  }
+  if (before == State::over) return;
+  if (before == State::fresh)
+    op_->quiescent(*this);
+  else
+    op_->peer().session()->call(kPullCancel, ByteWriter().put(id_).take(), Deadline::never(),
+                                [self](Result<rpc::Message> answer) {
+                                  if (answer) self->op_->quiescent(*self);
+                                });
+  op_->part_done(self, why);
 }
 
 }  // namespace torch_mooncake::transfer

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "memory/copy.h"
@@ -62,8 +63,12 @@ class PullPart final : public Part, public std::enable_shared_from_this<PullPart
   void stop(const Status& why) override;
 
  private:
+  enum class State { fresh, sending, sent, over };
   const OpImplPtr op_;
   const uint64_t id_, nbytes_;
+  std::mutex mutex_;
+  State state_ = State::fresh;
+  std::optional<Status> stop_;  // while it is being sent: its cancellation comes behind it
 };
 
 }  // namespace torch_mooncake::transfer

@@ -188,7 +188,7 @@ void RdmaEndpoint::settled(RdmaLane& lane, Later& later) {
     auto& part = posted.part;
     --part->unsettled_;
     if (part->stopped_) {
-      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) part->op().set_remote_quiescent(true);
+      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) part->op().quiescent(*part);
       continue;
     }
     if (posted.slice == RdmaPart::kImmediate || part->over_) continue;

@@ -266,7 +266,7 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   bool write = part->op().direction() == Direction::write;
   uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
-  if (part->unsettled_ == 0) part->op().set_remote_quiescent(true);
+  if (part->unsettled_ == 0) part->op().quiescent(*part);
   later.add([part, outcome = part->outcome_] { part->op().part_done(part, outcome); });
 }
 

@@ -198,7 +198,7 @@ void StagePart::settle(std::unique_lock<std::mutex> lock) {
   if (tell) told_ = true;
   Status status = status_;
   lock.unlock();
-  if (rests) op_->set_remote_quiescent(true);
+  if (rests) op_->quiescent(*this);
   if (tell) op_->part_done(shared_from_this(), status);
 }
 

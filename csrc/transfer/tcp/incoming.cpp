@@ -94,7 +94,6 @@ std::unique_ptr<rpc::BulkReceive> Incoming::begin(uint32_t chunk, Frame frame, b
   auto receiver = std::make_unique<Receiver>(shared_from_this(), chunk, std::move(frame), over_unix);
   std::lock_guard lock(mutex_);
   if (stopped_ || over_ || chunk >= std::min(total_, kMaxChunks)) return nullptr;
-  if (chunk >= chunks_.size()) chunks_.resize(chunk + 1);
   if (chunks_[chunk].applied) return nullptr;
   chunks_[chunk].owner = receiver.get();
   return receiver;

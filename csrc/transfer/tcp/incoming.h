@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "rpc/session.h"
@@ -54,7 +55,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   std::mutex mutex_;
   std::condition_variable left_;
-  std::vector<Chunk> chunks_;
+  std::unordered_map<uint32_t, Chunk> chunks_;  // those that have been seen
   uint32_t total_ = UINT32_MAX, applied_ = 0, inside_ = 0;
   bool stopped_ = false, over_ = false;
   Status why_;

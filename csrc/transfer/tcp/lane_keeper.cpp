@@ -127,11 +127,16 @@ void LaneKeeper::dial(const rpc::Rail& rail) {
   }
   const auto wanted = static_cast<size_t>(peer_.engine().options().lanes);
   Status status;
-  while (status && lanes_on(rail) < wanted) {
-    status = session.open_lane(target, Deadline::after_ms(limit_ms)).status();
-    if (!status && status.code() == Code::invalid_argument && !target.device.empty()) {
+  for (size_t tries = 0; status && tries < wanted && lanes_on(rail) < wanted; ++tries) {
+    auto lane = session.open_lane(target, Deadline::after_ms(limit_ms));
+    if (!lane && lane.status().code() == Code::invalid_argument && !target.device.empty()) {
       target.device.clear();  // not permitted: the source address alone then
-      status = session.open_lane(target, Deadline::after_ms(limit_ms)).status();
+      lane = session.open_lane(target, Deadline::after_ms(limit_ms));
+    }
+    status = lane.status();
+    if (lane && !session.same_host() && !((*lane)->rail() == rail)) {  // addresses or routes have changed
+      status = {Code::peer_lost, "the connection came up as " + (*lane)->describe()};
+      (*lane)->kill(status);
     }
   }
   int64_t pause_ms = 0;

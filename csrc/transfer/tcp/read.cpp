@@ -17,7 +17,11 @@ ReadPart::ReadPart(OpImplPtr op, StreamEndpoint& endpoint, uint64_t id, ChunkPla
 void ReadPart::run() {
   op_->add(self());
   expect(static_cast<uint32_t>(plan_.chunks.size()));
-  if (plan_.chunks.empty()) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (plan_.chunks.empty() || is_over_) return;
+    request_ = sending;
+  }
   ByteWriter out;
   out.put(id_).put(static_cast<uint32_t>(plan_.chunks.size()));
   for (auto& chunk : plan_.chunks) out.put(chunk.count);
@@ -25,7 +29,15 @@ void ReadPart::run() {
   op_->peer().session()->call(kRead, out.take(), Deadline::never(), [self = self()](Result<rpc::Message> answer) {
     if (!answer) self->stop(answer.status());
   });
+  {
+    std::lock_guard lock(mutex_);
+    request_ = sent;
+    if (!is_over_) return;
+  }
+  tell_owner();  // over meanwhile: behind the request
 }
+
+void ReadPart::tell_owner() { (void)op_->peer().session()->post(kReadEnd, ByteWriter().put(id_).take()); }
 
 std::unique_ptr<rpc::BulkReceive> ReadPart::begin_frame(uint32_t chunk, uint64_t payload_bytes, bool over_unix) {
   if (chunk >= plan_.chunks.size() || plan_.chunks[chunk].nbytes != payload_bytes) {
@@ -49,7 +61,13 @@ void ReadPart::end(const Status& outcome) {
   endpoint_.read_over(id_);
   if (outcome && plan_.nbytes >= kMeasurable)
     endpoint_.lanes().learn_rate(static_cast<double>(plan_.nbytes) / static_cast<double>(steady_ns() - began_ns_));
-  if (!plan_.chunks.empty()) (void)op_->peer().session()->post(kReadEnd, ByteWriter().put(id_).take());
+  bool was_sent;
+  {
+    std::lock_guard lock(mutex_);
+    is_over_ = true;
+    was_sent = request_ == sent;
+  }
+  if (was_sent) tell_owner();
   op_->part_done(self(), outcome);
 }
 

@@ -33,12 +33,16 @@ class ReadPart final : public Part, public Incoming {
  private:
   std::shared_ptr<ReadPart> self() { return std::static_pointer_cast<ReadPart>(shared_from_this()); }
   void end(const Status& outcome);
+  void tell_owner();
 
   const OpImplPtr op_;
   StreamEndpoint& endpoint_;
   const uint64_t id_;
   const ChunkPlan plan_;
   const int64_t began_ns_ = steady_ns();
+  std::mutex mutex_;
+  enum { fresh, sending, sent } request_ = fresh;
+  bool is_over_ = false;
 };
 
 class ReadSource final : public Outgoing {

@@ -39,7 +39,7 @@ void SmallPart::write() {
   put_pieces(out, plan_.pieces);
   {
     std::lock_guard lock(mutex_);
-    if (over_) return;  // the memory is the caller's again
+    if (over_) return op_->quiescent(*this);  // the memory is the caller's again
     for (size_t i = 0; i < plan_.pieces.size(); ++i) out.raw(view(plan_.local[i], plan_.pieces[i].nbytes));
   }
   op_->peer().engine().metrics().bytes(carrier(op_->peer()), plan_.nbytes, 0);
@@ -48,7 +48,7 @@ void SmallPart::write() {
                                 auto& op = *self->op_;
                                 if (answer) op.add_bytes_done(self->plan_.nbytes);
                                 // Whatever the answer says, nothing lands after it; without one nobody knows.
-                                if (answer || op.peer().alive()) op.set_remote_quiescent(true);
+                                if (answer || op.peer().alive()) op.quiescent(*self);
                                 self->end(answer.status());
                               });
 }

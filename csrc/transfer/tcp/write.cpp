@@ -17,13 +17,27 @@ WritePart::WritePart(OpImplPtr op, LaneScheduler& lanes, uint64_t id, ChunkPlan 
 
 void WritePart::run(std::string notify) {
   op_->add(self());
+  {
+    std::lock_guard lock(mutex_);
+    if (outcome_ || request_ == never) return;
+    request_ = sending;
+  }
   ByteWriter out;
   out.put(id_).put(static_cast<uint32_t>(plan_.chunks.size())).put(std::string_view(notify));
   op_->peer().session()->call(kWrite, out.take(), Deadline::never(), [self = self()](Result<rpc::Message> answer) {
-    if (answer) self->op_->add_bytes_done(self->plan_.nbytes);
+    auto& op = *self->op_;
+    if (answer) op.add_bytes_done(self->plan_.nbytes);
+    if (answer || op.peer().alive()) op.quiescent(*self);  // whatever it says, nothing lands after it
     self->end(answer.status());
   });
   lanes_.start(self());
+  std::optional<Status> why;
+  {
+    std::lock_guard lock(mutex_);
+    request_ = sent;
+    why.swap(stop_);
+  }
+  if (why) stop(*why);
 }
 
 Status WritePart::gather(uint32_t chunk, uint32_t attempt, rpc::BulkFrame& frame) {
@@ -35,14 +49,24 @@ Status WritePart::gather(uint32_t chunk, uint32_t attempt, rpc::BulkFrame& frame
 }
 
 void WritePart::stop(const Status& why) {
+  bool was_sent;
   {
     std::lock_guard lock(mutex_);
     if (outcome_) return;
+    if (request_ == sending) {
+      if (!stop_) stop_ = why;
+      return;
+    }
+    was_sent = request_ == sent;
+    if (!was_sent) request_ = never;
   }
-  op_->peer().session()->call(kWriteCancel, ByteWriter().put(id_).take(), Deadline::never(),
-                              [op = op_](Result<rpc::Message> answer) {
-                                if (answer) op->set_remote_quiescent(true);
-                              });
+  if (was_sent)
+    op_->peer().session()->call(kWriteCancel, ByteWriter().put(id_).take(), Deadline::never(),
+                                [self = self()](Result<rpc::Message> answer) {
+                                  if (answer) self->op_->quiescent(*self);
+                                });
+  else
+    op_->quiescent(*this);
   end(why);
 }
 
@@ -74,6 +98,10 @@ WriteTarget::WriteTarget(StreamEndpoint& endpoint, PeerImplPtr peer, uint64_t id
     : endpoint_(endpoint), peer_(std::move(peer)), id_(id) {}
 
 std::unique_ptr<rpc::BulkReceive> WriteTarget::begin_frame(FrameHead head, uint64_t payload_bytes, bool over_unix) {
+  if (head.pieces.empty()) {
+    stop({Code::corrupt, "a frame without pieces"});
+    return nullptr;
+  }
   uint64_t nbytes = 0;
   uint32_t last_grant = 0;
   Frame frame;

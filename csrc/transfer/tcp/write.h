@@ -38,6 +38,8 @@ class WritePart final : public Part, public Outgoing {
   const ChunkPlan plan_;
   std::mutex mutex_;
   std::optional<Status> outcome_;
+  enum { fresh, never, sending, sent } request_ = fresh;
+  std::optional<Status> stop_;  // while the request is being sent: its cancellation comes behind it
   std::atomic<bool> rested_{false};
 };
 

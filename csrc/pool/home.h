@@ -229,6 +229,7 @@ class TM_API Home {
   void judge_all();
   void judge(const KeyHash& hash, Candidates candidates);
   Found served_early(const Candidates& candidates) const;
+  static bool completes(const Candidate& prepared, const Op& op);
   static bool needs(const Busy& busy, const Spot& spot);
   bool open_txn(const KeyHash& hash, const TxnId& txn) const;
 

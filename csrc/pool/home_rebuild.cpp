@@ -93,6 +93,12 @@ void Home::judge_all() {
   wake_all();
 }
 
+// Was that PREPARED extent written before the commit that had begun? One writer's certainly. The parts of several
+// writers share a transaction, and one that was replaced may have left what it had half written: such an object is
+// dropped. It was never acknowledged, nor has anything been superseded for it, as a part of it is not COMMITTED
+// anywhere.
+bool Home::completes(const Candidate& prepared, const Op& op) { return op.parts == 1 && prepared.txn == op.txn; }
+
 void Home::judge(const KeyHash& hash, Candidates candidates) {
   if (candidates.empty()) return;
   std::map<Version, Candidates, std::greater<>> versions;
@@ -122,12 +128,12 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
       op.expires_ns = std::min(op.expires_ns, c.expires_ns);
     }
     for (const Candidate& c : prepared)
-      if (c.txn == op.txn) add(c, NewSpot::State::prepared);
+      if (completes(c, op)) add(c, NewSpot::State::prepared);
     if (whole(spots, op.parts)) break;
   }
   const bool found = chosen != versions.end();
   for (const Candidate& c : prepared) {
-    if (found && c.txn == op.txn) continue;
+    if (found && completes(c, op)) continue;
     Mark mark = make_mark(Mark::What::drop, hash, c.extent);
     mark.txn = c.txn;
     send(hash, c.donor, mark, false);

@@ -150,6 +150,13 @@ struct Direct {
     pump();
     return next++;
   }
+  // The home is lost, and another learns from the donors.
+  void rebuild() {
+    home = Home(home.view() + 1, 7);
+    for (uint8_t n : {0, 1}) home.expect(node(n));
+    for (uint8_t n : {1, 0}) home.announce(node(n), donors[n].announce());
+    pump();
+  }
   // 0: missing; what find() leads to
   uint64_t value(const std::string& key) {
     const Found f = home.find(key);
@@ -317,20 +324,41 @@ TEST_CASE("rebuild: FINAL is served at once, the rest and all writes wait; the h
   CHECK(d.home.check().is_ok());
 }
 
-TEST_CASE("rebuild completes a transaction that has a COMMITTED part") {
+TEST_CASE("rebuild completes a transaction that has a COMMITTED replica") {
   Direct d;
-  auto a = d.donors[0].reserve("k", Kind::named, txn_of(5), 0, 2, 1);
+  auto a = d.donors[0].reserve("k", Kind::named, txn_of(5), 0, 1, 1);
   d.donors[0].at(a)->a.version = {1, 4};
   d.donors[0].at(a)->a.state = ExtentState::committed;
-  d.donors[1].reserve("k", Kind::named, txn_of(5), 1, 2, 1);
-  d.home = Home(2, 7);
-  d.home.expect(node(0));
-  d.home.expect(node(1));
-  d.home.announce(node(1), d.donors[1].announce());
-  d.home.announce(node(0), d.donors[0].announce());
-  d.pump();
+  d.donors[1].reserve("k", Kind::named, txn_of(5), 0, 1, 1);
+  d.rebuild();
   CHECK(d.home.find("k").version == Version{1, 4});
+  CHECK(d.home.find("k").places.size() == 2);
   CHECK(d.donors[1].extents.begin()->second.a.state == ExtentState::final);
+}
+
+TEST_CASE("rebuild: of several writers nothing PREPARED counts, as one of them may have been replaced half-way") {
+  for (bool replaced_committed : {true, false}) {
+    Direct d;
+    d.commit(d.call("k", 9, {0}));  // the value before
+    TxnId txn = *d.home.begin("k", "step1", 2, 5000, txn_of(900));
+    d.donors[0].reserve("k", Kind::named, txn, 0, 2, 666);  // a stopped writer of part 0 has written half of this
+    auto stored = [&](int on, uint32_t part, bool committed) {
+      auto* e = d.donors[on].at(d.donors[on].reserve("k", Kind::named, txn, part, 2, 1));
+      if (!committed) return;
+      e->a.version = {1, 40};
+      e->a.state = ExtentState::committed;
+    };
+    stored(1, 0, replaced_committed);  // its replacement
+    stored(1, 1, true);
+    d.rebuild();
+    auto found = d.home.find("k");
+    REQUIRE(found.state == Found::State::found);
+    for (auto& [part, place] : found.places)
+      CHECK(d.donors[place.node[0]].at(place.extent)->value == (replaced_committed ? 1 : 9));
+    CHECK(found.parts == (replaced_committed ? 2 : 1));
+    for (auto& donor : d.donors)
+      for (auto& [index, e] : donor.extents) CHECK(e.value != 666);
+  }
 }
 
 TEST_CASE("removal of one version: told true once, and never for another version") {

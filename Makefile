@@ -94,8 +94,9 @@ $(PEERS)/ready: | $(PY)
 	for package in $(PEERS)/debian/*.deb; do dpkg -x $$package $(PEERS)/debian; done
 	touch $@
 
-bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick)
-	@for script in benchmarks/transfer.py benchmarks/file.py benchmarks/pool.py; do $(PY) $$script $(BENCH_ARGS); done
+bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick; BENCH_JSON=FOLDER for a file of rows each)
+	@for what in transfer file pool; do \
+	  $(PY) benchmarks/$$what.py $(BENCH_ARGS) $(if $(BENCH_JSON),--json $(BENCH_JSON)/$$what.json); done
 
 cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU)
 	cmake -S . -B build/cuda -G Ninja -DTM_CUDA=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF

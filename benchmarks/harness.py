@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,6 +37,12 @@ class Row:
     holds: bool | None = None  # None: this row has no target
     note: str = ""
 
+    @property
+    def verdict(self) -> str:
+        if self.note.startswith("void"):
+            return "void"
+        return {True: "holds", False: "falls short", None: ""}[self.holds]
+
 
 class Table:
     """Collects rows, prints each as it comes, and writes them at the end."""
@@ -55,10 +62,9 @@ class Table:
         spread = f"({row.spread[0]:.3g} - {row.spread[1]:.3g})"
         against = "" if row.against_value is None else f"{row.against_value:>9.3g}"
         ratio = "" if row.ratio is None else f"{row.ratio:>7.2f}"
-        verdict = {True: "holds", False: "falls short", None: ""}[row.holds]
         print(
             f"{row.name:<58}{row.value:>10.4g} {row.unit:<9}{spread:>20}   {row.against:<34}{against:>9}{ratio:>7}  "
-            f"{row.target} {verdict}{'  ' + row.note if row.note else ''}",
+            f"{row.target} {row.verdict}{'  ' + row.note if row.note else ''}",
             flush=True,
         )
 
@@ -106,11 +112,13 @@ def main(
     rows = run(args)
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    missed = [row.name for row in rows if row.holds is False]
-    held = sum(row.holds is True for row in rows)
-    print(f"\n{len(rows)} rows; {held} targets hold, {len(missed)} fall short")
-    for name in missed:
-        print(f"  falls short: {name}")
+    counts = Counter(row.verdict for row in rows)
+    print(
+        f"\n{len(rows)} rows; {counts['holds']} targets hold, {counts['falls short']} fall short, {counts['void']} void"
+    )
+    for row in rows:
+        if row.verdict in ("falls short", "void"):
+            print(f"  {row.verdict}: {row.name}")
     return 0
 
 

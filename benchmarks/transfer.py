@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 def void_rows(samples: Samples) -> int:
     table = Table("", quiet=True)
     add_rows(table, samples)
-    return sum(row.note.startswith("void") for row in table.rows)
+    return sum(row.verdict == "void" for row in table.rows)
 
 
 def rails(quick: bool) -> list[Row]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch_mooncake._core import Completions
+from torch_mooncake.attempts import Attempt
 
 R = TypeVar("R")
 
@@ -60,9 +62,24 @@ def events_of_running_loop() -> LoopEvents:
 
 
 async def in_thread(call: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """``call(...)`` on the thread pool."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_pool(), lambda: call(*args, **kwargs))
+    """``call(...)`` on the thread pool. A task that is cancelled meanwhile abandons it (see ``attempts``), unless it has
+    committed itself: then the cancellation came too late, and the task gets the outcome."""
+    attempt = Attempt()
+    future = asyncio.get_running_loop().run_in_executor(_pool(), attempt.run, lambda: call(*args, **kwargs))
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except GeneratorExit:  # the loop is gone
+            attempt.abandon()
+            raise
+        except asyncio.CancelledError:
+            if attempt.abandon():
+                future.cancel()
+                raise
+            task = asyncio.current_task()
+            if task is not None and sys.version_info >= (3, 11):
+                task.uncancel()
+    return future.result()
 
 
 def submit(call: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, overload
 from weakref import WeakSet
 
-from torch_mooncake import _core, safetensors_io, state_dicts, values
+from torch_mooncake import _core, attempts, safetensors_io, state_dicts, values
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
 from torch_mooncake.errors import Closed, DeadlineExceeded, InvalidArgument, KeyNotFound, Unsupported
@@ -217,19 +217,21 @@ class Pool:
         tensor was put; so does a DTensor in ``out``. Partial placements are InvalidArgument.
         ``consume=True``: take it: of all who do, one gets the value, after the pool has acknowledged that it is gone;
         who is killed meanwhile leaves it there or gone, never twice. "outcome unknown" in an error: gone, or not.
+        A cancelled ``await tm.aget(consume=True)`` takes nothing; cancelled while it takes, it returns the value.
         ``version``: a label (KeyNotFound if the current value has another), or a ``PutResult.version`` (at least).
         ``wait``: seconds to wait for the key to appear, then DeadlineExceeded. ``default``: instead of KeyNotFound.
         """
         deadline = deadline_ns(timeout if wait is None or timeout is None else timeout + wait)
         wait_until = min(deadline, deadline_ns(wait))  # one for all turns: another may take what has appeared
         name, (at_least, label) = _key(key), _version(version)
+        attempt = attempts.current()
         while True:
             client = self._client(deadline)
             try:
                 if wait is None:
                     found = client.locate(name, at_least, label, deadline)
                 else:
-                    found = client.wait(name, at_least, label, wait_until)
+                    found = _wait(client, name, at_least, label, wait_until)
             except KeyNotFound:
                 if default is MISSING:
                     raise
@@ -246,9 +248,15 @@ class Pool:
                     placements=placements,
                     mesh=mesh,
                 )
-                if not consume or client.remove(name, deadline, found.version):
+                if not consume:
+                    return value
+                if attempt is not None:
+                    attempt.commit()
+                if client.remove(name, deadline, found.version):
                     return value
                 del value  # somebody else has taken or replaced it
+                if attempt is not None:
+                    attempt.reopen()
             except KeyNotFound:  # superseded between the look-up and the read: look again
                 pass
             if time.monotonic_ns() >= deadline:
@@ -400,7 +408,7 @@ class Pool:
         """Return the version of ``key`` as soon as it is there (with that label, or at least that version).
         DeadlineExceeded after ``timeout`` seconds."""
         deadline = deadline_ns(timeout)
-        return Version(*self._client(deadline).wait(_key(key), *_version(version), deadline).version)
+        return Version(*_wait(self._client(deadline), _key(key), *_version(version), deadline).version)
 
     def stat(self, *, timeout: float | None = 30) -> dict[str, Any]:
         """Numbers of the pool: view, keys, what this client has mapped, and each node's memory, in bytes."""
@@ -476,6 +484,20 @@ class Pool:
             address = config.address if "://" in config.address else f"tcp://{config.address}"
             return connect(address, config.token, deadline)
         return find_or_start(config, deadline, connect)
+
+
+def _wait(client: _core.Client, key: str, at_least: tuple[int, int] | None, label: str, deadline: int) -> _core.Object:
+    """``client.wait``, for as long as somebody is there to have the answer."""
+    attempt = attempts.current()
+    if attempt is None:
+        return client.wait(key, at_least, label, deadline)
+    while True:
+        attempt.check()
+        try:
+            return client.wait(key, at_least, label, min(deadline, time.monotonic_ns() + attempts.SLICE_NS))
+        except DeadlineExceeded:
+            if time.monotonic_ns() >= deadline:
+                raise
 
 
 def _key(key: str) -> str:

@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from processes import eventually
+from processes import Child, eventually
 
 import torch_mooncake as tm
 
@@ -306,6 +307,56 @@ def test_await_forms(pool: tm.Pool) -> None:
         assert await asyncio.gather(*waiting) == [1] * 20
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_a_cancelled_await_takes_nothing(pool: tm.Pool, nth: int) -> None:
+    """Cancelled at any time, it leaves the value there or returns it: never neither, never both."""
+
+    async def run() -> None:
+        waiting = asyncio.create_task(tm.aget("k", consume=True, wait=60, timeout=60))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await tm.aput("k", 1)
+        await asyncio.sleep(0.7)  # the abandoned wait is over by now
+        assert await tm.aget("k", consume=True, default=None) == 1
+        for i in range(100):
+            key = f"race{i}"
+            racing = asyncio.create_task(tm.aget(key, consume=True, wait=60))
+            tm.put(key, i)
+            await asyncio.sleep(i * nth * 5e-5)
+            racing.cancel()
+            try:
+                taken = await racing
+            except asyncio.CancelledError:
+                taken = None
+            assert (taken == i) != tm.exists(key)
+
+    start = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - start < 30
+
+
+def test_an_abandoned_wait_keeps_nobody_from_ending(pool: tm.Pool, child: Callable[..., Child]) -> None:
+    other = child()
+    other(
+        f"""{ATTACH}
+import asyncio
+async def run():
+    try:
+        await asyncio.wait_for(tm.aget('none', consume=True, wait=600, timeout=600), 0.1)
+    except TimeoutError:
+        pass
+    forgotten = [asyncio.create_task(tm.await_key('none', 600)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+asyncio.run(run())
+"""
+    )
+    start = time.monotonic()
+    assert other.close() == 0
+    assert time.monotonic() - start < 5
 
 
 def test_waiting_for_what_another_takes_ends_in_time(pool: tm.Pool) -> None:

@@ -62,8 +62,8 @@ def events_of_running_loop() -> LoopEvents:
 
 
 async def in_thread(call: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """``call(...)`` on the thread pool. A task that is cancelled meanwhile abandons it (see ``attempts``), unless it has
-    committed itself: then the cancellation came too late, and the task gets the outcome."""
+    """``call(...)`` on the thread pool. A task that is cancelled meanwhile abandons it (see ``attempts``), unless the
+    call has committed itself: then the cancellation came too late, and the task gets the outcome."""
     attempt = Attempt()
     future = asyncio.get_running_loop().run_in_executor(_pool(), attempt.run, lambda: call(*args, **kwargs))
     while not future.done():

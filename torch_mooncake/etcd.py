@@ -16,6 +16,8 @@ from torch_mooncake.errors import Error, InvalidArgument, IoError, KeyNotFound, 
 _REFRESH_S = 1.5
 _REQUEST_S = 2.0  # one request to etcd
 _RESYNC_S = 15.0  # a watch that has said nothing for so long is made anew
+_MAX_PAUSE_S = 0.5  # between two tries
+_NOT_AN_ANSWER = (ValueError, KeyError, TypeError, AttributeError)  # JSON of another shape: an error's, a proxy's
 _T = TypeVar("_T")
 
 
@@ -31,9 +33,10 @@ class _Etcd:
         self._clients = [
             etcd3gw.client(host=host, port=port, timeout=_REQUEST_S, api_path="/v3/") for host, port in hosts
         ]
-        self._failures = (etcd3gw.exceptions.Etcd3Exception, OSError, ValueError, KeyError)
+        self._failures = (etcd3gw.exceptions.Etcd3Exception, OSError, *_NOT_AN_ANSWER)
 
     def ask(self, request: Callable[[Any], _T]) -> _T:
+        """What ``request(client)`` makes of an answer. IoError if no host gives one that it understands."""
         for _ in self._clients:
             try:
                 return request(self._clients[0])
@@ -49,19 +52,29 @@ class _Etcd:
         """All values by name, and the revision they are of."""
         end = self.prefix[:-1] + chr(ord(self.prefix[-1]) + 1)
         asked = {"key": _b64(self.prefix), "range_end": _b64(end)}
-        answer = self.ask(lambda client: client.post(client.get_url("/kv/range"), json=asked))
-        values = {self._name(kv): base64.b64decode(kv.get("value", "")) for kv in answer.get("kvs", [])}
-        return values, int(answer["header"]["revision"])
+
+        def read(client: Any) -> tuple[dict[str, bytes], int]:
+            answer = client.post(client.get_url("/kv/range"), json=asked)
+            values = {self._name(kv): base64.b64decode(kv.get("value", "")) for kv in answer.get("kvs", [])}
+            return values, int(answer["header"]["revision"])
+
+        return self.ask(read)
 
     def watch(self, after: int) -> Any:
         """An open HTTP response that streams the changes after that revision, a JSON document a line."""
         end = self.prefix[:-1] + chr(ord(self.prefix[-1]) + 1)
         create: dict[str, Any] = {"key": _b64(self.prefix), "range_end": _b64(end), "start_revision": after + 1}
-        return self.ask(
-            lambda client: client.session.post(
-                client.get_url("/watch"), json={"create_request": create}, stream=True, timeout=(_REQUEST_S, _RESYNC_S)
-            )
-        )
+        asked = {"create_request": create}
+
+        def open_stream(client: Any) -> Any:
+            url, timeout = client.get_url("/watch"), (_REQUEST_S, _RESYNC_S)
+            stream = client.session.post(url, json=asked, stream=True, timeout=timeout)
+            if stream.status_code != 200:
+                stream.close()
+                raise OSError(f"status {stream.status_code} for a watch")
+            return stream
+
+        return self.ask(open_stream)
 
     def events(self, line: bytes) -> list[tuple[str, bytes | None]] | None:
         """(name, value or None) of each change in a line of the stream; None if the watch is over."""
@@ -135,14 +148,17 @@ class EtcdDirectory(Directory):
                 with self._changed:
                     self._records, self._synced, self._stream = records, True, stream
                     self._changed.notify_all()
-                pause = 0.05
+                start = time.monotonic()
                 self._follow(etcd, stream)
+                if time.monotonic() - start > 1:  # it was a watch, not a server that hangs up at once
+                    pause = 0.05
             except Error as error:
                 with self._changed:
                     self._failure, self._synced = error, False
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._closed, pause)
-                pause = min(2 * pause, 1.0)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _follow(self, etcd: _Etcd, stream: Any) -> None:
         """Until the stream breaks or is silent for too long; then all is read again."""
@@ -161,7 +177,7 @@ class EtcdDirectory(Directory):
                             else:
                                 self._records[name] = value
                         self._changed.notify_all()
-        except (OSError, ValueError, KeyError):  # requests' errors are OSErrors
+        except (OSError, *_NOT_AN_ANSWER):  # requests' errors are OSErrors
             pass
 
 
@@ -203,8 +219,11 @@ class _EtcdPublication(Publication):
 
     def _keep_alive(self) -> bool:
         asked = {"ID": self._lease.id}
-        answer = self._etcd.ask(lambda client: client.post(client.get_url("/lease/keepalive"), json=asked))
-        return int(answer["result"].get("TTL", 0)) > 0
+
+        def seconds_left(client: Any) -> int:
+            return int(client.post(client.get_url("/lease/keepalive"), json=asked)["result"].get("TTL", 0))
+
+        return self._etcd.ask(seconds_left) > 0
 
     def _revoke(self, client: Any) -> None:
         client.post(client.get_url("/lease/revoke"), json={"ID": self._lease.id})
@@ -216,7 +235,7 @@ class _EtcdPublication(Publication):
         key = _b64(self._key)
         put = {"request_put": {"key": key, "value": _b64(data), "lease": lease.id}}
         txn = {"compare": [{"key": key, "result": "EQUAL", **only_if}] if only_if else [], "success": [put]}
-        if not self._etcd.ask(lambda client: client.transaction(txn)).get("succeeded"):
+        if not self._etcd.ask(lambda client: client.transaction(txn).get("succeeded", False)):
             raise KeyNotFound(f"{self._key} belongs to another engine now")
         self._lease, self._written = lease, data
 

@@ -18,7 +18,7 @@ import time
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 5
 _PREFIX = "torch_mooncake"
+_LAST_ANSWER_S = 1.0  # what a Store gets for the question it was asked at the deadline
 _T = TypeVar("_T")
 
 
@@ -87,6 +88,32 @@ class Directory(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+class Question(threading.Thread, Generic[_T]):
+    """``ask()`` on a thread that nobody has to wait for: a Store knows no deadline but its own."""
+
+    def __init__(self, ask: Callable[[], _T], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._ask = ask
+        self._answer: list[_T] = []
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._answer.append(self._ask())
+        except BaseException as error:  # result() raises it
+            self._error = error
+
+    def result(self, seconds: float) -> _T:
+        """What ``ask()`` returned or raised; IoError if it has not within ``seconds``: nobody hears it then."""
+        self.join(max(0.0, min(seconds, 1e6)))
+        if self._error is not None:
+            raise self._error
+        if not self._answer:
+            raise IoError("the directory has not answered in time", retryable=True)
+        return self._answer[0]
 
 
 def open_directory(where: str | dist.Store) -> Directory:
@@ -157,6 +184,10 @@ class StoreDirectory(Directory):
         return _StorePublication(self._store, f"{_PREFIX}/{name}", describe)
 
     def lookup(self, name: str, deadline: float) -> Record:
+        polling = Question(lambda: self._poll(name, deadline), "tm-store-lookup")
+        return polling.result(max(0.0, deadline - time.monotonic()) + _LAST_ANSWER_S)
+
+    def _poll(self, name: str, deadline: float) -> Record:
         key, pause = f"{_PREFIX}/{name}", 0.005
         while True:
             data = _asking_store(lambda: self._store.get(key) if self._store.check([key]) else b"")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch_mooncake import _core, discovery, profiling
 from torch_mooncake.clock import NEVER, deadline_ns
-from torch_mooncake.errors import Busy, Closed, DeadlineExceeded, Forked, InvalidArgument, KeyNotFound
+from torch_mooncake.errors import Busy, Closed, DeadlineExceeded, Forked, InvalidArgument, IoError, KeyNotFound
 from torch_mooncake.explain import Explanation
 from torch_mooncake.regions import Pages, Region, RegionSlice, RemoteSlice, Tie, bounds, is_cuda, span_of, storage_of
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from torch_mooncake.discovery import Publication
+
+
+_WITHDRAW_S = 2.0  # what close() gives the directories, all together
 
 
 class Notification(NamedTuple):
@@ -607,14 +610,21 @@ class Engine:
         return self._core.capsule()
 
     def close(self) -> None:
-        """End all sessions; pending ops fail with Closed, and so do later calls. Idempotent, at most 2 s."""
-        if os.getpid() == self._pid:  # a forked child withdraws nothing: the records are its parent's
-            for publication in self._publications:
-                publication.close()
-            with self._directories_lock:
-                for directory in self._directories.values():
-                    directory.close()
-        self._core.close()
+        """End all sessions; pending ops fail with Closed, and so do later calls. Idempotent. Records are withdrawn
+        within 2 s, or left to their lease (etcd) or to whoever dials in vain (a Store that does not answer)."""
+        try:
+            if os.getpid() == self._pid:  # a forked child withdraws nothing: the records are its parent's
+                self._withdraw(time.monotonic() + _WITHDRAW_S)
+        finally:
+            self._core.close()
+
+    def _withdraw(self, deadline: float) -> None:
+        publications, self._publications = self._publications, []
+        with self._directories_lock:
+            directories = list(self._directories.values())
+        for closing in [discovery.Question(each.close, "tm-withdraw") for each in (*publications, *directories)]:
+            with contextlib.suppress(IoError):  # not in time
+                closing.result(deadline - time.monotonic())
 
     def __enter__(self) -> Engine:
         return self

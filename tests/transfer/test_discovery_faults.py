@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from processes import eventually
 
 import torch_mooncake as tm
@@ -113,3 +115,63 @@ def test_a_watch_that_ends_at_once_is_not_made_anew_without_a_pause(gateway: Gat
         if watch[0] == 200:
             gateway.hold("x", other)
             assert finder.find(gateway.url, "x", timeout=20).id == other.id
+
+
+class StuckStore(dist.Store):
+    """A HashStore whose server stops answering when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = dist.HashStore()
+        self.answering = threading.Event()
+        self.answering.set()
+
+    def _asked(self, what: str, *args: Any) -> Any:
+        self.answering.wait()
+        return getattr(self.store, what)(*args)
+
+    def set(self, *args: Any) -> Any:
+        return self._asked("set", *args)
+
+    def get(self, *args: Any) -> Any:
+        return self._asked("get", *args)
+
+    def check(self, *args: Any) -> Any:
+        return self._asked("check", *args)
+
+    def compare_set(self, *args: Any) -> Any:
+        return self._asked("compare_set", *args)
+
+
+@pytest.fixture
+def stuck() -> Iterator[StuckStore]:
+    store = StuckStore()
+    yield store
+    store.answering.set()
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("tm-withdraw", "tm-store"))])
+
+
+def test_close_waits_two_seconds_for_all_directories_together(stuck: StuckStore) -> None:
+    with tm.Engine() as engine, tm.Engine() as other:
+        healthy = dist.HashStore()
+        for name in ("a", "b", "c"):
+            engine.publish(stuck, name)
+        engine.publish(healthy, "x")
+        peer = other.connect(engine.addresses[0])
+        stuck.answering.clear()
+        start = time.monotonic()
+        engine.close()
+        engine.close()
+        assert time.monotonic() - start < 6
+        assert eventually(lambda: not peer.alive)
+        with pytest.raises(tm.KeyNotFound):  # the others were withdrawn
+            other.find(healthy, "x", timeout=0)
+
+
+def test_find_on_a_store_that_does_not_answer_ends_in_time(stuck: StuckStore) -> None:
+    with tm.Engine() as engine:
+        stuck.answering.clear()
+        start = time.monotonic()
+        with pytest.raises(tm.IoError, match="in time"):
+            engine.find(stuck, "x", timeout=0.5)
+        assert time.monotonic() - start < 5

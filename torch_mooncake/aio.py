@@ -28,27 +28,42 @@ class LoopEvents:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._completions = Completions()
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {}  # by tag: what was asked to tell, and has not
+        self._shared: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the tag of each ``shared``
         self._tags = itertools.count()
         loop.add_reader(self._completions.fileno(), self._wake)
 
     def _wake(self) -> None:
         for tag in self._completions.take():
-            future = self._waiting.pop(tag, None)
-            if future is not None and not future.done():
-                future.set_result(None)
+            for future in self._waiting.pop(tag, ()):
+                if not future.done():
+                    future.set_result(None)
 
-    async def of(self, watch: Callable[[Completions, int], bool], timeout: float | None = None) -> None:
+    async def of(
+        self, watch: Callable[[Completions, int], bool], timeout: float | None = None, shared: Any = None
+    ) -> None:
         """Return when what ``watch(completions, tag)`` watches has happened, at once if it says False; or after
-        ``timeout`` seconds."""
-        tag = next(self._tags)
-        if not watch(self._completions, tag):
-            return
-        future = self._waiting[tag] = asyncio.get_running_loop().create_future()
+        ``timeout`` seconds.
+
+        A watch cannot be taken back. What may never happen is watched once, however often it is waited for: by those
+        who give the same ``shared`` object (one with weak references)."""
+        tag = self._shared.get(shared) if shared is not None else None
+        if tag is None or tag not in self._waiting:
+            tag = next(self._tags)
+            if not watch(self._completions, tag):
+                return
+            self._waiting[tag] = set()
+            if shared is not None:
+                self._shared[shared] = tag
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[tag].add(future)
         try:
             await asyncio.wait((future,), timeout=timeout)
         finally:
-            self._waiting.pop(tag, None)
+            if shared is None:
+                self._waiting.pop(tag, None)
+            else:
+                self._waiting.get(tag, set()).discard(future)
 
 
 def events_of_running_loop() -> LoopEvents:

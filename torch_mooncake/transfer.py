@@ -572,7 +572,7 @@ class Engine:
                 left = None if timeout is None else (deadline - time.monotonic_ns()) / 1e9
                 if left is not None and left <= 0:
                     raise
-            await events.of(self._core.watch_notifications, left)
+            await events.of(self._core.watch_notifications, left, shared=self)
 
     async def notifications(self) -> AsyncIterator[Notification]:
         """``async for note in engine.notifications()``: each notification of any peer, until the engine is closed."""

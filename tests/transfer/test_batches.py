@@ -18,6 +18,7 @@ import torch
 from processes import eventually
 
 import torch_mooncake as tm
+from torch_mooncake import aio
 
 PAGE = 512
 
@@ -383,6 +384,39 @@ def test_a_cancelled_task_cancels_its_op() -> None:
         op.wait(10)
     assert op.state == "cancelled"
     pair.close()
+
+
+def test_waits_for_a_notification_that_gave_up_leave_one_watch(pair: Pair) -> None:
+    region, remote = pair.a.register(randoms(64)), pair.open(randoms(64))
+
+    async def run() -> None:
+        for _ in range(50):
+            with pytest.raises(tm.DeadlineExceeded):
+                await pair.b.anext_notification(0.001)
+        cancelled = [asyncio.create_task(pair.b.anext_notification()) for _ in range(20)]
+        waiting = [asyncio.create_task(pair.b.anext_notification(20)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        for i in range(3):
+            await pair.a.write(region, remote, notify=str(i).encode())
+        assert {note.data for note in await asyncio.gather(*waiting)} == {b"0", b"1", b"2"}
+        # What the engine was asked to tell, as the next notification shows.
+        for _ in range(50):
+            with pytest.raises(tm.DeadlineExceeded):
+                await pair.b.anext_notification(0.001)
+        events = aio.events_of_running_loop()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(events._completions.fileno())
+        pair.a.write(region, remote, notify=b"last").wait()
+        assert pair.b.next_notification(10).data == b"last"
+        told: list[int] = []
+        assert eventually(lambda: told.extend(events._completions.take()) or told)
+        await asyncio.sleep(0.05)
+        assert len(told) + len(events._completions.take()) == 1
+
+    asyncio.run(run())
 
 
 def test_notifications_as_an_async_iterator(pair: Pair) -> None:

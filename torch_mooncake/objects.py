@@ -23,6 +23,7 @@ from torch_mooncake.tensors import (
     Tensor,
     Text,
     Tuple,
+    check_blocks,
 )
 
 
@@ -38,11 +39,14 @@ def describe(client: _core.Client, found: _core.Object, deadline: int) -> Descri
     if len(parts) == 1:
         if parts[0].shared:
             raise Corrupt("a value of several writers is in one part")
+        check_blocks(parts[0].root)
         return Description(parts[0].root, user)
     roots = [_moved(part.root, offset) for part, (offset, _, _) in zip(parts, found.parts, strict=True)]
     if len({part.shared for part in parts}) > 1:
         raise LayoutMismatch("some writers put a share of one value, others a value of their own")
-    return Description(_merged(roots, "") if parts[0].shared else List(tuple(roots)), user)
+    root = _merged(roots, "") if parts[0].shared else List(tuple(roots))
+    check_blocks(root)
+    return Description(root, user)
 
 
 def _part(client: _core.Client, found: _core.Object, deadline: int, at: int, nbytes: int, meta: bytes) -> Decoded:

@@ -296,7 +296,7 @@ class _Writer:
         return Bytes(self.add(value if view.c_contiguous else view.tobytes(), view.nbytes), view.nbytes)
 
     def array(self, value: np.ndarray, path: str) -> Node:
-        if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or not value.dtype.itemsize:
             raise TypeError(f"{_at(path)} is a numpy array of dtype {value.dtype}, which cannot be put")
         value = np.ascontiguousarray(value).reshape(value.shape)
         self.keep.append(value)
@@ -375,10 +375,14 @@ class Decoded:
         if document.format != _FORMAT:
             raise Corrupt(f"the object has value format {document.format}; this version reads {_FORMAT}")
         self.root, self.user, self.shared = document.root, document.user, document.shared
-        for leaf in self.leaves():
-            for offset, size in _extents(leaf):
-                if offset < 0 or size < 0 or offset + size > nbytes:
-                    raise Corrupt(f"a leaf of {size} bytes at {offset} leaves its object of {nbytes} bytes")
+        _check_depth(self.root)
+        end = 0
+        for offset, size in sorted(extent for leaf in self.leaves() for extent in _extents(leaf)):
+            if offset < 0 or size < 0 or offset + size > nbytes:
+                raise Corrupt(f"a leaf of {size} bytes at {offset} leaves its object of {nbytes} bytes")
+            if size and offset < end:
+                raise Corrupt(f"a leaf of {size} bytes at {offset} overlaps another")
+            end = max(end, offset + size)
 
     def _document(self, meta: bytes, read: Callable[[int, int], bytes]) -> Document:
         if not meta:  # put by a program that speaks to the pool in C++: plain bytes
@@ -417,6 +421,41 @@ def leaves_of(root: Node) -> Iterator[Leaf]:
             yield node
 
 
+def _check_depth(root: Node) -> None:
+    """Corrupt if ``root`` is nested deeper than what can be put."""
+    level: list[Node] = [root]
+    for _ in range(_MAX_DEPTH + 1):
+        level = [item for node in level for item in _items(node)]
+    if level:
+        raise Corrupt(f"the object's description is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _items(node: Node) -> Iterator[Node]:
+    if isinstance(node, (List, Tuple)):
+        yield from node.items
+    elif isinstance(node, Dict):
+        yield from (item for _, item in node.items)
+
+
+def check_blocks(root: Node) -> None:
+    """Corrupt unless the blocks of each tensor in blocks hold each of its elements once. They form a grid: what two of
+    them hold of a dimension is the same, or has nothing in common."""
+    for leaf in leaves_of(root):
+        if not isinstance(leaf, Sharded):
+            continue
+        if len({block.runs for block in leaf.blocks}) != len(leaf.blocks):
+            raise Corrupt("two blocks of a tensor hold the same elements")
+        for pieces in map(set, zip(*(block.runs for block in leaf.blocks), strict=True)):
+            end = 0
+            for start, length in sorted(run for runs in pieces for run in runs):
+                if start < end:
+                    raise Corrupt(f"blocks of a tensor overlap at index {start}")
+                end = start + length
+        held = sum(block.box.numel for block in leaf.blocks)
+        if held != math.prod(leaf.shape):
+            raise Corrupt(f"the blocks of a tensor of shape {list(leaf.shape)} hold {held} elements")
+
+
 def _extents(leaf: Leaf) -> list[tuple[int, int]]:
     """(offset, nbytes) of what is stored of a leaf. Corrupt if its description makes no sense."""
     nbytes = leaf_nbytes(leaf)
@@ -438,20 +477,24 @@ def leaf_nbytes(leaf: Leaf) -> int:
     """Bytes of a leaf; Corrupt if its dtype or shape makes no sense."""
     if isinstance(leaf, (Bytes, Text)):
         return leaf.nbytes
-    if len(leaf.shape) > _MAX_NDIM or any(n < 0 for n in leaf.shape):
+    if isinstance(leaf, Array):
+        itemsize = numpy_dtype(leaf.dtype).itemsize
+    elif leaf.dtype in DTYPES:
+        itemsize = DTYPES[leaf.dtype]
+    else:
+        raise Corrupt(f"unknown dtype {leaf.dtype!r}")
+    # Strides are 64 bits, also those of a tensor without elements.
+    possible = len(leaf.shape) <= _MAX_NDIM and all(n >= 0 for n in leaf.shape)
+    if not possible or math.prod(max(n, 1) for n in leaf.shape) * itemsize >= 1 << 63:
         raise Corrupt(f"impossible shape {leaf.shape}")
-    if isinstance(leaf, (Tensor, Sharded)):
-        if leaf.dtype not in DTYPES:
-            raise Corrupt(f"unknown dtype {leaf.dtype!r}")
-        return math.prod(leaf.shape) * DTYPES[leaf.dtype]
-    return math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize
+    return math.prod(leaf.shape) * itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
-        if _NUMPY_DTYPE.fullmatch(name):
-            return np.dtype(name)
-    except (TypeError, ValueError):
+        if _NUMPY_DTYPE.fullmatch(name) and (dtype := np.dtype(name)).itemsize:
+            return dtype
+    except (TypeError, ValueError, OverflowError):
         pass
     raise Corrupt(f"unknown numpy dtype {name!r}")
 

@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torch_mooncake as tm
 from torch_mooncake import tensors
+from torch_mooncake.clock import deadline_ns
 from torch_mooncake.errors import Corrupt
 from torch_mooncake.tensors import DTYPES, Decoded, encode, leaf_over
 
@@ -209,7 +211,16 @@ def test_what_cannot_be_put_is_a_TypeError_that_says_where(make: Any, says: str)
         encode({"a": [0, {"b": make()}]})
 
 
+def test_an_array_of_elements_without_bytes_cannot_be_put() -> None:
+    with pytest.raises(TypeError, match="dtype"):
+        encode(np.zeros(3, [("a", "S0")])["a"])
+
+
 def test_nesting_is_bounded() -> None:
+    deepest: Any = 1
+    for _ in range(64):
+        deepest = [deepest]
+    assert round_trip(deepest) == deepest
     value: Any = 1
     for _ in range(100):
         value = [value]
@@ -245,12 +256,27 @@ def document(*root: Any) -> bytes:
         document(5, "|O8", [1], 0),
         document(5, "<f999", [1], 0),
         document(5, "f4,(1000000000,)f4", [0], 0),
+        document(4, "float32", [0, 1 << 63], 0),
+        document(4, "float32", [0, 1 << 62, 1 << 62], 0),
+        document(5, "<f4", [0, 1 << 63], 0),
+        document(5, "|S0", [1 << 60], 0),
+        document(5, "<U0", [2], 0),
+        document(5, "<U99999999999999999999", [0], 0),
+        document(6, [[4, "float32", [2], 0], [4, "float32", [2], 4]]),  # overlap
+        document(6, [[2, 0, 100], [2, 0, 100]]),
+        document(9, "float32", [4], "", [[0, [[[0, 2]]]], [4, [[[2, 2]]]]]),
+        document(9, "float32", [4], "", [[0, [[[2, 3]]]]]),  # beyond the tensor
+        document(9, "float32", [4], "", [[0, [[[2, 1], [1, 1]]]]]),
+        document(9, "float32", [4], "", [[0, []]]),
+        document(9, "float32", [-4], "", []),
         document(2, 0, 101),
         document(2, 50, -1),
         document(3, 0, 1 << 62),
         document(1, "not hex"),
         document(8, [[[1], [0, 1]]]),
         b"TMv\x00" + msgspec.msgpack.encode([1, [6, [[6, [[0]]]]]]),
+        b"TMv\x00\x92\x01" + b"\x92\x06\x91" * 66 + b"\x92\x00\xc0",
+        b"TMv\x00\x92\x01" + b"\x92\x06\x91" * 300 + b"\x92\x00\xc0",
         b"TMv\x00\x92\x01" + b"\x92\x06\x91" * 5000 + b"\x92\x00\xc0",
     ],
 )  # fmt: skip
@@ -271,6 +297,32 @@ def test_a_damaged_description_never_reads_outside(tail: bytes, where: int, byte
             load(candidate, data)
         except Corrupt:
             pass
+
+
+HUGE = 1 << 44
+HOSTILE_BLOCKS = {
+    "none of a huge tensor": ([HUGE], []),
+    "one of a huge tensor": ([HUGE], [[0, [[[0, 4]]]]]),
+    "a hole": ([8], [[0, [[[0, 2], [3, 2]]]]]),
+    "the same elements twice": ([4], [[0, [[[0, 2]]]], [8, [[[0, 2]]]]]),
+    "an overlap": ([4], [[0, [[[0, 2]]]], [8, [[[1, 2]]]]]),
+    "an overlap that makes up for a hole": ([2, 2], [[0, [[[0, 2]], [[0, 1]]]], [8, [[[0, 1]], [[0, 2]]]]]),
+    "of a scalar, two": ([], [[0, []], [8, []]]),
+}
+
+
+@pytest.mark.parametrize("shape, blocks", HOSTILE_BLOCKS.values(), ids=HOSTILE_BLOCKS)
+def test_blocks_that_do_not_make_a_tensor_are_corrupt(pool: tm.Pool, shape: list[int], blocks: list[Any]) -> None:
+    meta = document(9, "float32", shape, "", blocks)
+    plan: dict[str, Any] = {"sealed": False, "if_exists": "replace", "replicas": 1, "replicas_lenient": False}
+    plan |= {"label": "", "part": 0, "parts": 1, "group": "", "checksum": False, "ttl_ms": 0}
+    pool._client(deadline_ns(30)).put("k", meta, [bytes(100)], **plan, deadline_ns=deadline_ns(30))
+    for ask in (pool.get, pool.info, pool.get_state_dict):
+        with pytest.raises(Corrupt):
+            ask("k")
+    good = document(9, "float32", [2, 2], "", [[0, [[[0, 2]], [[0, 1]]]], [8, [[[0, 2]], [[1, 1]]]]])
+    pool._client(deadline_ns(30)).put("k", good, [bytes(100)], **plan, deadline_ns=deadline_ns(30))
+    assert pool.get("k").eq(torch.zeros(2, 2)).all()
 
 
 def test_an_empty_description_is_plain_bytes() -> None:

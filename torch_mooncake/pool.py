@@ -164,10 +164,10 @@ class Pool:
         else:
             index, parts = sharers or (0, 1)
             if parts > 1 and not (group or label):
-                group = self._rounds.next(_key(key))  # counted also if this rank's put fails: the others' will
+                group = self._rounds.next(checked_key(key))  # counted also if this rank's put fails: the others' will
             encoded = encode(value, meta, (index, parts))
         pair, stored = self._client(deadline).put(
-            _key(key),
+            checked_key(key),
             encoded.meta,
             encoded.data,
             sealed=sealed,
@@ -223,7 +223,7 @@ class Pool:
         """
         deadline = deadline_ns(timeout if wait is None or timeout is None else timeout + wait)
         wait_until = min(deadline, deadline_ns(wait))  # one for all turns: another may take what has appeared
-        name, (at_least, label) = _key(key), _version(version)
+        name, (at_least, label) = checked_key(key), _version(version)
         attempt = attempts.current()
         while True:
             client = self._client(deadline)
@@ -280,7 +280,9 @@ class Pool:
         deadline = deadline_ns(timeout)
         client = self._client(deadline)
         result = []
-        for key, found, into in zip(keys, client.locate_many([_key(k) for k in keys], deadline), outs, strict=True):
+        for key, found, into in zip(
+            keys, client.locate_many([checked_key(k) for k in keys], deadline), outs, strict=True
+        ):
             if not isinstance(found, Exception):
                 try:
                     result.append(values.load(client, found, deadline, out=into, readonly=readonly))
@@ -325,7 +327,7 @@ class Pool:
         deadline = deadline_ns(timeout)
         while True:
             client = self._client(deadline)
-            found = client.locate(_key(key), None, "", deadline)
+            found = client.locate(checked_key(key), None, "", deadline)
             try:
                 return state_dicts.load(client, found, deadline, into, strict)
             except KeyNotFound:  # superseded between the look-up and the read: look again
@@ -337,7 +339,8 @@ class Pool:
         file's metadata, if it has any, under ``prefix`` + "__metadata__". Returns the tensors' keys.
 
         The header is checked before the first put: Corrupt for what the format forbids (sizes that do not fit, gaps,
-        overlaps, a truncated file), Unsupported for a dtype torch has no tensors of. Each key is put by itself.
+        overlaps, a truncated file), Unsupported for a dtype torch has no tensors of, InvalidArgument for a name that
+        makes no key. Each key is put by itself.
         ``options``: those of ``put``; the timeout is for all.
         """
         return safetensors_io.import_file(self, path, prefix, **options)
@@ -363,7 +366,7 @@ class Pool:
         """Version, size, ``meta`` and more of a key, without reading it. KeyNotFound."""
         deadline = deadline_ns(timeout)
         client = self._client(deadline)
-        found = client.locate(_key(key), None, "", deadline)
+        found = client.locate(checked_key(key), None, "", deadline)
         return Info(
             key=key,
             version=Version(*found.version),
@@ -385,8 +388,8 @@ class Pool:
         """Whether the key is there; for several keys a list, after one question."""
         deadline = deadline_ns(timeout)
         if isinstance(key, str):
-            return self._client(deadline).exists([_key(key)], deadline)[0]
-        return self._client(deadline).exists([_key(k) for k in key], deadline)
+            return self._client(deadline).exists([checked_key(key)], deadline)[0]
+        return self._client(deadline).exists([checked_key(k) for k in key], deadline)
 
     @overload
     def delete(self, key: str, *, timeout: float | None = 30) -> bool: ...
@@ -396,8 +399,8 @@ class Pool:
         """Remove the key; False if it was not there. Tensors got before stay whole."""
         deadline = deadline_ns(timeout)
         if isinstance(key, str):
-            return self._client(deadline).remove(_key(key), deadline)
-        return [self._client(deadline).remove(_key(k), deadline) for k in key]
+            return self._client(deadline).remove(checked_key(key), deadline)
+        return [self._client(deadline).remove(checked_key(k), deadline) for k in key]
 
     def keys(self, prefix: str = "", *, timeout: float | None = 30) -> list[str]:
         """The keys that start with ``prefix``, sorted. A snapshot of no particular instant."""
@@ -408,7 +411,7 @@ class Pool:
         """Return the version of ``key`` as soon as it is there (with that label, or at least that version).
         DeadlineExceeded after ``timeout`` seconds."""
         deadline = deadline_ns(timeout)
-        return Version(*_wait(self._client(deadline), _key(key), *_version(version), deadline).version)
+        return Version(*_wait(self._client(deadline), checked_key(key), *_version(version), deadline).version)
 
     def stat(self, *, timeout: float | None = 30) -> dict[str, Any]:
         """Numbers of the pool: view, keys, what this client has mapped, and each node's memory, in bytes."""
@@ -500,11 +503,15 @@ def _wait(client: _core.Client, key: str, at_least: tuple[int, int] | None, labe
                 raise
 
 
-def _key(key: str) -> str:
+def checked_key(key: str) -> str:
     if not isinstance(key, str):
         raise TypeError(f"a key is a str, not {type(key).__name__}")
-    if not 0 < len(key.encode()) <= _core.MAX_KEY_BYTES:
-        raise InvalidArgument(f"a key has 1 to {_core.MAX_KEY_BYTES} bytes of UTF-8, not {len(key.encode())}")
+    try:
+        nbytes = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"a key is Unicode: {error}") from None
+    if not 0 < nbytes <= _core.MAX_KEY_BYTES:
+        raise InvalidArgument(f"a key has 1 to {_core.MAX_KEY_BYTES} bytes of UTF-8, not {nbytes}")
     return key
 
 

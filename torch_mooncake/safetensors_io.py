@@ -82,6 +82,9 @@ def parse_header(start: bytes, file_nbytes: int) -> Header:
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Corrupt(f"{METADATA} is not a map from text to text")
+    for text in (*header, *metadata, *metadata.values()):
+        if not _is_unicode(text):
+            raise Corrupt(f"{text!r} is not Unicode")
     data = 8 + size
     tensors = sorted((_tensor(name, entry, data) for name, entry in header.items()), key=lambda t: (t.offset, t.nbytes))
     end = data
@@ -93,6 +96,11 @@ def parse_header(start: bytes, file_nbytes: int) -> Header:
     if end != file_nbytes:
         raise Corrupt(f"the header describes a file of {end} bytes, this one has {file_nbytes}")
     return Header(tensors, metadata)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -140,9 +148,11 @@ def mapped(path: str | os.PathLike[str]) -> Iterator[tuple[Header, Any]]:
     data = np.frombuffer(memory, np.uint8)
     try:
         size = int.from_bytes(data[:8].tobytes(), "little")
-        yield parse_header(data[: 8 + min(size, _MAX_HEADER)].tobytes(), nbytes), data
-    except (Corrupt, Unsupported) as error:
-        raise type(error)(f"{os.fspath(path)}: {error}") from None
+        try:
+            header = parse_header(data[: 8 + min(size, _MAX_HEADER)].tobytes(), nbytes)
+        except (Corrupt, Unsupported) as error:
+            raise type(error)(f"{os.fspath(path)}: {error}") from None
+        yield header, data
     finally:
         del data  # a map cannot be closed under an array
         with contextlib.suppress(BufferError):  # a traceback holds the array: the map goes with it
@@ -152,14 +162,17 @@ def mapped(path: str | os.PathLike[str]) -> Iterator[tuple[Header, Any]]:
 def import_file(
     pool: Pool, path: str | os.PathLike[str], prefix: str, *, timeout: float | None = 30, **options: Any
 ) -> list[str]:
+    from torch_mooncake.pool import checked_key
+
     deadline = deadline_ns(timeout)
-    keys = []
     with mapped(path) as (header, data):
+        keys = [checked_key(prefix + tensor.name) for tensor in header.tensors]  # all before the first put
+        if header.metadata:
+            checked_key(prefix + METADATA)
         base = data.__array_interface__["data"][0]
-        for tensor in header.tensors:
+        for key, tensor in zip(keys, header.tensors, strict=True):
             value = Memory(tensor.dtype, tensor.shape, base + tensor.offset, tensor.nbytes)
-            pool.put(prefix + tensor.name, value, timeout=seconds_left(deadline), **options)
-            keys.append(prefix + tensor.name)
+            pool.put(key, value, timeout=seconds_left(deadline), **options)
         if header.metadata:
             pool.put(prefix + METADATA, header.metadata, timeout=seconds_left(deadline), **options)
     return keys

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import torch_mooncake as tm
+from torch_mooncake._core import MAX_KEY_BYTES
 from torch_mooncake.safetensors_io import _TORCH_DTYPE, parse_header
 
 
@@ -121,6 +122,10 @@ HOSTILE = {
     "the same bytes": file_of({"a": entry(), "b": entry()}, bytes(8)),
     "gap": file_of({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
     "does not begin at 0": file_of({"a": entry(offsets=(4, 12))}, bytes(12)),
+    "half a surrogate pair": file_of(b'{"a":%s,"\\ud800":%s}' % (
+        json.dumps(entry()).encode(), json.dumps(entry(offsets=(8, 16))).encode()), bytes(16)),
+    "metadata with half a surrogate pair": file_of(b'{"__metadata__":{"k":"\\udc00"},"a":%s}' % (
+        json.dumps(entry()).encode()), bytes(8)),
     "truncated": file_of({"a": entry()}, bytes(7)),
     "longer": file_of({"a": entry()}, bytes(9)),
 }  # fmt: skip
@@ -138,6 +143,25 @@ def test_a_malformed_file_is_corrupt_and_puts_nothing(pool: tm.Pool, tmp_path: P
             assert "x.safetensors" in str(error)  # noqa: PT017
     assert accepted == []
     assert tm.keys() == []
+
+
+def test_names_that_make_no_key_are_found_before_the_first_put(pool: tm.Pool, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for prefix, name in (("", ""), ("x/", "n" * 5000), ("\ud800", "b"), ("p" * (MAX_KEY_BYTES - 3), "four")):
+        path.write_bytes(file_of({"a": entry(), name: entry(offsets=(8, 16))}, bytes(16)))
+        with pytest.raises(tm.InvalidArgument, match="key"):
+            tm.import_safetensors(path, prefix)
+    assert tm.keys() == []
+    with pytest.raises(tm.InvalidArgument, match="Unicode"):
+        tm.put("\udfff", 1)
+
+
+def test_errors_of_the_pool_are_not_the_files(pool: tm.Pool, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_of({"a": entry()}, bytes(8)))
+    with pytest.raises(tm.Unsupported) as raised:
+        tm.import_safetensors(path, parent="x")
+    assert "x.safetensors" not in str(raised.value)
 
 
 def test_unknown_dtypes_and_files_that_are_not_there(pool: tm.Pool, tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ HOSTILE_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("shape, blocks", HOSTILE_BLOCKS.values(), ids=HOSTILE_BLOCKS)
+@pytest.mark.parametrize(("shape", "blocks"), HOSTILE_BLOCKS.values(), ids=HOSTILE_BLOCKS)
 def test_blocks_that_do_not_make_a_tensor_are_corrupt(pool: tm.Pool, shape: list[int], blocks: list[Any]) -> None:
     meta = document(9, "float32", shape, "", blocks)
     plan: dict[str, Any] = {"sealed": False, "if_exists": "replace", "replicas": 1, "replicas_lenient": False}

@@ -1,7 +1,18 @@
 """The other process of a test (see Child in conftest.py): runs code it reads from stdin, one JSON document a line."""
 
+import ctypes
 import json
+import os
+import signal
 import sys
+
+PR_SET_PDEATHSIG = 1
+# A test run that is killed takes its children with it, whatever they are at. (Of a child's wrapper, if it has one, the
+# same: the parent is whoever forked us.)
+if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    raise OSError(ctypes.get_errno(), "prctl")
+if os.environ.get("TM_TEST_PARENT") not in (None, str(os.getppid())):
+    sys.exit("the test run ended before its child began")
 
 names: dict = {}
 answers, sys.stdout = sys.stdout, sys.stderr

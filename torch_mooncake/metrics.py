@@ -5,7 +5,7 @@
     prometheus_client.start_http_server(9100)            # as in any other program
 
 Every scrape asks ``engine.stats()`` of the engines that live then. All names begin with ``torch_mooncake_transfer_``
-and carry the label ``engine``: the engine's name and the first four bytes of its id.
+and carry the label ``engine``: the engine's name and the first four bytes of its id. So does ``peer`` of the lanes.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class _Families:
         for queue in ("mover", "callback"):
             self.queued.add_metric((engine, queue), stats[f"{queue}_queue"])
         for lane in stats["lanes"]:
-            place = (engine, lane["peer"], lane["transport"], lane["rail"], lane["lane"])
+            peer = f"{lane['peer']}-{lane['peer_id'][:4].hex()}"
+            place = (engine, peer, lane["transport"], lane["rail"], lane["lane"])
             self.lane_bytes.add_metric((*place, "sent"), lane["bytes_sent"])
             self.lane_bytes.add_metric((*place, "received"), lane["bytes_received"])
             self.lane_queued.add_metric(place, lane["queued_bytes"])

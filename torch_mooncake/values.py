@@ -63,6 +63,8 @@ def load(
     if placements is not None or mesh is not None:
         if placements is None or mesh is None:
             raise InvalidArgument("placements= and mesh= belong together")
+        if device is not None or readonly:
+            raise InvalidArgument("mesh= decides the device of a DTensor of one's own: give no device=, no readonly=")
         return _distributed(client, found, deadline, description, mesh, placements, dtype)
     leaves = list(leaves_of(description.root))
     if not leaves:

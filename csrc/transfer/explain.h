@@ -10,6 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "common/bytes.h"
+
 namespace torch_mooncake {
 
 using Fact = std::variant<bool, int64_t, double, std::string>;
@@ -24,6 +26,7 @@ struct SizeRule {
 // One connection, queue pair or file ring; its counters are those of stats().
 struct LaneStats {
   std::string peer{};     // "name (pid 42)"; filled in by the engine
+  Id128 peer_id{};        // so is this
   std::string transport;  // "tcp", "unix", "rdma" …
   std::string lane{};     // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
   std::string rail{};     // the pair of NICs it runs on: "eth0 -> 10.0.0.2"; "" if there is no choice

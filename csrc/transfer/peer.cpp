@@ -127,6 +127,7 @@ void PeerImpl::add_lane_stats(std::vector<LaneStats>& out) const {
     for (auto& lane : endpoint->lane_stats()) {
       out.push_back(std::move(lane));
       out.back().peer = name_;
+      out.back().peer_id = identity().engine;
     }
   }
 }

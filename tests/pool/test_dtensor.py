@@ -204,6 +204,9 @@ def test_a_plain_tensor_is_read_in_shares(pool: tm.Pool) -> None:
             tm.get("dict", placements=[Shard(0)], mesh=mesh)
         with pytest.raises(tm.InvalidArgument, match="out="):
             tm.get("k", placements=[Shard(0)], mesh=mesh, out=value)
+        for useless in ({"device": "cpu"}, {"readonly": True}):
+            with pytest.raises(tm.InvalidArgument, match="device"):
+                tm.get("k", placements=[Shard(0)], mesh=mesh, **useless)
         sub = DeviceMesh("cpu", [0, 1])
         with pytest.raises(tm.InvalidArgument, match="not in the tensor's mesh"):
             tm.get("k", placements=[Shard(0)], mesh=sub)

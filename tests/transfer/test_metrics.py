@@ -64,6 +64,18 @@ def test_the_exposition_says_what_stats_says() -> None:
             assert {s.name for s in families[prefix + counter].samples} == {f"{prefix}{counter}_total"}
 
 
+def test_lanes_of_peers_of_one_name_are_told_apart() -> None:
+    with tm.Engine(transports=["tcp"]) as a, tm.Engine(transports=["tcp"]) as b, tm.Engine(transports=["tcp"]) as c:
+        pairs = [Pair(a, b, 100), Pair(a, c, 100)]
+        registry = prometheus_client.CollectorRegistry()
+        metrics.register(registry, [a, b, c])
+        samples = scrape(registry)[metrics.PREFIX + "lane_up"].samples
+        of_a = [s.labels for s in samples if s.labels["engine"] == f"{a.name}-{a.id[:4].hex()}"]
+        assert {labels["peer"].rpartition("-")[2] for labels in of_a} == {b.id[:4].hex(), c.id[:4].hex()}
+        assert len({tuple(sorted(s.labels.items())) for s in samples}) == len(samples)
+        assert all(pair.peer.alive for pair in pairs)
+
+
 def test_histograms_are_cumulative_and_add_up() -> None:
     with tm.Engine(name="a") as a, tm.Engine() as b:
         pair = Pair(a, b, 4096)

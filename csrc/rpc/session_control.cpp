@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kMaxKeptBytes = 64 << 20;
 constexpr size_t kAcknowledgeEvery = 16, kAcknowledgeBytes = 256 << 10;
 constexpr size_t kMaxAhead = 1 << 16;  // messages received beyond a gap
-constexpr int64_t kAnswerMs = 500;     // to an offered lane, before the next is tried
+constexpr int64_t kLookMs = 500;       // how often an offered lane that has not answered is looked at
 
 bool is_after(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) > 0; }
 
@@ -147,21 +147,32 @@ void SessionImpl::offer_control() {
       if (next_control_ == lane) next_control_ = nullptr;
       continue;
     }
-    std::weak_ptr<SessionImpl> weak = std::static_pointer_cast<SessionImpl>(shared_from_this());
-    std::weak_ptr<LaneImpl> weak_lane = lane;
-    reactor().add_timer(steady_ns() + kAnswerMs * 1'000'000, [weak, weak_lane] {
-      auto self = weak.lock();
-      auto offered = weak_lane.lock();
-      if (!self || !offered) return;
-      {
-        std::lock_guard lock(self->mutex_);
-        if (!self->is_moving_ || self->next_control_ != offered) return;
-      }
-      offered->kill({Code::peer_lost, offered->describe() + " does not answer"});  // and the next is offered
-    });
-    return;
+    return look_at_offered(lane);
   }
   close(moved_why_);
+}
+
+// A peer whose process stands still answers late, and its lanes are as good as before: only a lane whose bytes the
+// peer's kernel does not take either is given up, and the last one not even then. Whether the peer is lost is for the
+// heartbeats to say, and without them for the kernel's own limit of silence.
+void SessionImpl::look_at_offered(const std::shared_ptr<LaneImpl>& lane) {
+  std::weak_ptr<SessionImpl> weak = std::static_pointer_cast<SessionImpl>(shared_from_this());
+  std::weak_ptr<LaneImpl> weak_lane = lane;
+  reactor().add_timer(steady_ns() + kLookMs * 1'000'000, [weak, weak_lane] {
+    auto self = weak.lock();
+    auto offered = weak_lane.lock();
+    if (!self || !offered) return;
+    bool others;
+    {
+      std::lock_guard lock(self->mutex_);
+      if (self->ended_ || !self->is_moving_ || self->next_control_ != offered) return;
+      others = std::any_of(self->lanes_.begin(), self->lanes_.end(), [&](auto& other) {
+        return other != offered && other->alive() && !other->is_unix() && !other->is_killed();
+      });
+    }
+    if (!others || offered->progress().timeouts == 0) return self->look_at_offered(offered);
+    offered->kill({Code::peer_lost, offered->describe() + " carries nothing"});  // and the next is offered
+  });
 }
 
 void SessionImpl::on_control_frame(LaneImpl& lane, uint32_t received) {
@@ -225,7 +236,7 @@ void SessionImpl::check_control(int64_t now_ns, int64_t limit_ns) {
   {
     std::lock_guard lock(mutex_);
     if (ended_ || !is_numbered_) return;
-    if (is_moving_ && now_ns - moving_since_ns_ > limit_ns) {
+    if (is_moving_ && now_ns - std::max(moving_since_ns_, forgiven_ns_) > limit_ns) {
       control = nullptr;
     } else if (!control_ || lanes_.size() < 2) {
       return;

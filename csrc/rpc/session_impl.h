@@ -86,6 +86,7 @@ class SessionImpl final : public Session {
   void forget_acknowledged(uint32_t sequence);                     // mutex_ held
   void control_lost(LaneImpl& lane, const Status& why);            // it is dead
   void offer_control();
+  void look_at_offered(const std::shared_ptr<LaneImpl>& lane);  // in a while, and again until it answers or is given up
   void on_control_frame(LaneImpl& lane, uint32_t received);
   void take_control(const std::shared_ptr<LaneImpl>& lane, uint32_t received);
   void check_control(int64_t now_ns, int64_t limit_ns);  // at each heartbeat

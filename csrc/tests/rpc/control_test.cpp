@@ -3,7 +3,34 @@
 
 using namespace rpc_test;
 
+TEST_CASE("peer process: serves loopback tcp" * doctest::skip()) { serve_as_peer("tcp://127.0.0.1:0"); }
+
 namespace {
+
+constexpr const char* kPeer = "peer process: serves loopback tcp";
+
+// A session over TCP alone to a process that can be stopped.
+struct FarPeer {
+  PeerProcess peer{kPeer};
+  std::unique_ptr<Endpoint> client;
+  SessionPtr session;
+
+  explicit FarPeer(int heartbeat_ms, int heartbeat_limit_ms = 5000) {
+    auto options = named("client");
+    options.host_id = "far";
+    options.heartbeat_ms = heartbeat_ms;
+    options.heartbeat_limit_ms = heartbeat_limit_ms;
+    client = make_endpoint(options);
+    session = client->connect(peer.address(), soon()).value();
+    REQUIRE(session->open_lanes(3, soon()));
+    REQUIRE(session->call_sync(kEcho, "", soon()));
+  }
+  void kill_control() {
+    for (auto& lane : session->lanes())
+      if (lane->index() == 0) lane->kill({Code::peer_lost, "killed by the test"});
+    REQUIRE(eventually([&] { return session->lanes().size() == 2 || !session->alive(); }));
+  }
+};
 
 // Two endpoints that believe to be on two hosts, so that all lanes are TCP.
 struct TwoHosts {
@@ -118,4 +145,35 @@ TEST_CASE("control: it moves while calls wait for their answers") {
   CHECK(eventually([&] { return answered == 1; }));
   CHECK(hosts.session->call_sync(kEcho, "y", soon()).is_ok());
   CHECK(hosts.session->lanes().size() == 2);
+}
+
+TEST_CASE("control: a peer that is stopped for a while keeps its lanes, and control moves when it goes on") {
+  QuietLog quiet;
+  for (int heartbeat_ms : {1000, 0}) {
+    CAPTURE(heartbeat_ms);
+    FarPeer far(heartbeat_ms);
+    far.peer.send(SIGSTOP);
+    far.kill_control();
+    std::atomic<bool> answered{false};
+    far.session->call(kEcho, "late", soon(),
+                      [&](Result<Message> answer) { answered = answer && answer->body == "late"; });
+    ::usleep(1'300'000);
+    CHECK(far.session->alive());
+    CHECK(far.session->lanes().size() == 2);
+    far.peer.send(SIGCONT);
+    CHECK(eventually([&] { return answered.load(); }));
+    CHECK(far.session->call_sync(kEcho, "x", soon()).is_ok());
+    CHECK(far.session->lanes().size() == 2);
+  }
+}
+
+TEST_CASE("control: a peer that stays stopped while control moves is lost at the heartbeat limit") {
+  QuietLog quiet;
+  FarPeer far(100, 1000);
+  int64_t start = steady_ns();
+  far.peer.send(SIGSTOP);
+  far.kill_control();
+  CHECK(far.session->call_sync(kEcho, "x", soon()).status().code() == Code::peer_lost);
+  CHECK(steady_ns() - start < 4'000'000'000);
+  CHECK_FALSE(far.session->alive());
 }

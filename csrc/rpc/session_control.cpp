@@ -37,15 +37,15 @@ Status SessionImpl::send_message(FrameHeader header, std::string body, std::vect
     if (is_numbered_) {
       if (++last_sent_ == 0) ++last_sent_;
       header.sequence = last_sent_;
-      if (can_move_) {
-        unacknowledged_bytes_ += kHeaderBytes + body.size();
-        unacknowledged_.push_back({header, body});
-        is_kept = true;
-        if (unacknowledged_bytes_ > kMaxKeptBytes && !is_moving_) {
-          can_move_ = is_kept = false;
-          unacknowledged_.clear();
-        }
+      unacknowledged_bytes_ += kHeaderBytes + body.size();
+      unacknowledged_.push_back({header, body});
+      if (unacknowledged_bytes_ > kMaxKeptBytes && !is_moving_) {
+        unacknowledged_.clear();
+        unacknowledged_bytes_ = 0;
+        can_move_ = false;
+        dropped_ = last_sent_;
       }
+      is_kept = can_move_;
       if (is_moving_) return {};
     }
     if (!control_) return {Code::peer_lost, "the control lane is gone"};
@@ -91,6 +91,7 @@ void SessionImpl::forget_acknowledged(uint32_t sequence) {
     unacknowledged_bytes_ -= kHeaderBytes + unacknowledged_.front().body.size();
     unacknowledged_.pop_front();
   }
+  if (!can_move_ && !is_after(dropped_, sequence)) can_move_ = true;
 }
 
 void SessionImpl::control_lost(LaneImpl& lane, const Status& why) {

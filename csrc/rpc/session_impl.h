@@ -119,7 +119,8 @@ class SessionImpl final : public Session {
   bool is_numbered_ = false;
   std::deque<Numbered> unacknowledged_;
   size_t unacknowledged_bytes_ = 0;
-  bool can_move_ = true;  // false: too much was unacknowledged, and has been dropped
+  bool can_move_ = true;  // false: too much was unacknowledged, and has been dropped,
+  uint32_t dropped_ = 0;  // up to this one: when the peer has it after all, control can move again
   uint32_t last_sent_ = 0;
   uint32_t received_ = 0;              // without a gap
   std::set<uint32_t> received_above_;  // and these

@@ -177,3 +177,26 @@ TEST_CASE("control: a peer that stays stopped while control moves is lost at the
   CHECK(steady_ns() - start < 4'000'000'000);
   CHECK_FALSE(far.session->alive());
 }
+
+TEST_CASE(
+    "control: messages dropped because too much was unacknowledged cost the move only until they are acknowledged") {
+  QuietLog quiet;
+  auto flood = [](FarPeer& far) {  // 80 MiB that the peer does not read
+    far.peer.send(SIGSTOP);
+    for (int i = 0; i < 80; ++i) REQUIRE(far.session->post(kPost, std::string(1 << 20, 'x')));
+  };
+  FarPeer far(1000);
+  for (int round = 0; round < 2; ++round) {
+    flood(far);
+    far.peer.send(SIGCONT);
+    for (int i = 0; i < 32; ++i) REQUIRE(far.session->call_sync(kEcho, "x", soon()));
+  }
+  far.kill_control();
+  CHECK(far.session->call_sync(kEcho, "moved", soon()).is_ok());
+  CHECK(far.session->lanes().size() == 2);
+  // Not acknowledged, they cannot be sent again: the session ends, rather than leave them out.
+  FarPeer lost(1000);
+  flood(lost);
+  lost.kill_control();
+  CHECK(eventually([&] { return !lost.session->alive(); }));
+}

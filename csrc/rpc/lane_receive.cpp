@@ -75,7 +75,10 @@ Status LaneImpl::start() {
   return token.status();
 }
 
-uint32_t LaneImpl::interest() const { return (polled_ ? 0u : EPOLLIN) | (waiting_for_room_ ? EPOLLOUT : 0u); }
+// A hang-up is told whether asked for or not, and again and again: to a thread that cannot take the role, once.
+uint32_t LaneImpl::interest() const {
+  return (polled_ ? uint32_t{EPOLLONESHOT} : uint32_t{EPOLLIN}) | (waiting_for_room_ ? EPOLLOUT : 0u);
+}
 
 LaneProgress LaneImpl::progress() const {
   std::lock_guard lock(mutex_);
@@ -122,10 +125,10 @@ void LaneImpl::on_events(uint32_t events) {
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) take_role_and_receive();
 }
 
-// I/O thread. A waiting caller that has the role arms epoll again before it goes, so nothing is missed.
+// I/O thread. A waiting caller that has the role arms epoll again when it goes, so nothing is missed.
 void LaneImpl::take_role_and_receive() {
   if (receiving_.exchange(true, std::memory_order_acq_rel)) {
-    if (token_ == 0) (void)reactor_->post([self = shared_from_this()] { self->take_role_and_receive(); });
+    std::lock_guard lock(mutex_);  // until the caller that has just taken the role has told epoll
     return;
   }
   if (!over_) (void)receive();
@@ -133,23 +136,21 @@ void LaneImpl::take_role_and_receive() {
 }
 
 bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadline) {
-  if (receiving_.exchange(true, std::memory_order_acq_rel)) return done();
   {
-    std::lock_guard lock(mutex_);
-    if (dead_.load(std::memory_order_relaxed) || killed_ || token_ == 0) {
-      receiving_.store(false, std::memory_order_release);
+    std::unique_lock lock(mutex_);
+    bool usable = !dead_.load(std::memory_order_relaxed) && !killed_ && token_ != 0;
+    if (!usable || receiving_.exchange(true, std::memory_order_acq_rel)) {
+      lock.unlock();
       return done();
     }
     polled_ = true;
     reactor_->rearm(token_, fd_.get(), interest());
   }
   bool is_done = receive_for(done, deadline);
-  {
-    std::lock_guard lock(mutex_);
-    polled_ = false;
-    reactor_->rearm(token_, fd_.get(), interest());
-  }
-  receiving_.store(false, std::memory_order_release);
+  std::lock_guard lock(mutex_);
+  polled_ = false;
+  receiving_.store(false, std::memory_order_release);  // first: who is told by epoll finds the role free
+  reactor_->rearm(token_, fd_.get(), interest());
   return is_done;
 }
 

@@ -20,6 +20,13 @@ EndpointOptions quick(const char* name) {
   return options;
 }
 constexpr const char* kPeer = "peer process: serves loopback tcp";
+
+double cpu_s() {
+  rusage u;
+  ::getrusage(RUSAGE_SELF, &u);
+  return static_cast<double>(u.ru_utime.tv_sec + u.ru_stime.tv_sec) +
+         1e-6 * static_cast<double>(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
+}
 }  // namespace
 
 TEST_CASE("SIGKILL of the peer in the middle of a call: peer_lost in less than a second") {
@@ -220,16 +227,37 @@ TEST_CASE("idle is idle: sessions with heartbeats use next to no CPU") {
   auto client = make_endpoint(named("client"));
   auto session = client->connect(address, soon()).value();
   REQUIRE(session->call_sync(kEcho, "", soon()).is_ok());
-  auto cpu_s = [] {
-    rusage u;
-    ::getrusage(RUSAGE_SELF, &u);
-    return static_cast<double>(u.ru_utime.tv_sec + u.ru_stime.tv_sec) +
-           1e-6 * static_cast<double>(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
-  };
   double before = cpu_s();
   ::sleep(2);
   CHECK(cpu_s() - before < 0.04);  // 2 %
   CHECK(session->alive());
+}
+
+TEST_CASE("a lane dies while a waiting caller receives and does not run: the I/O thread sleeps until it has gone") {
+  QuietLog quiet;
+  for (const char* host : {"", "far"}) {
+    CAPTURE(host);
+    auto server = make_endpoint(named("server"));
+    auto address = server->listen("tcp://127.0.0.1:0").value();
+    auto options = named("client");
+    options.host_id = host;
+    auto client = make_endpoint(options);
+    auto session = client->connect(address, soon()).value();
+    REQUIRE(session->call_sync(kEcho, "", soon()).is_ok());
+    double spent = -1;
+    (void)session->receive_until(
+        [&] {
+          if (spent >= 0) return true;
+          for (auto& lane : session->lanes()) lane->kill({Code::peer_lost, "killed by the test"});
+          double before = cpu_s();
+          ::usleep(500'000);  // as if another process had the core
+          spent = cpu_s() - before;
+          return false;
+        },
+        soon());
+    CHECK(spent < 0.1);
+    CHECK(eventually([&] { return !session->alive() && client->sessions().empty() && server->sessions().empty(); }));
+  }
 }
 
 TEST_CASE("timers fire once, in order, and not after they were cancelled") {

@@ -53,7 +53,7 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
     return killed_.has_value();
   }
   // See Session::receive_until.
-  bool receive_until(const std::function<bool()>& done, Deadline deadline);
+  bool receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns);
   int64_t last_heard_ns() const { return last_heard_ns_.load(std::memory_order_relaxed); }
   Reactor& reactor() { return *reactor_; }
 
@@ -87,7 +87,7 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   // lane_receive.cpp
   void take_role_and_receive();
   bool receive();  // whether anything came
-  bool receive_for(const std::function<bool()>& done, Deadline deadline);
+  bool receive_for(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns);
   ssize_t receive_some(iovec* pieces, size_t count);
   bool parse_buffer();  // false: over
   bool take_payload_from_buffer();

@@ -135,7 +135,7 @@ void LaneImpl::take_role_and_receive() {
   receiving_.store(false, std::memory_order_release);
 }
 
-bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadline) {
+bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) {
   {
     std::unique_lock lock(mutex_);
     bool usable = !dead_.load(std::memory_order_relaxed) && !killed_ && token_ != 0;
@@ -146,7 +146,7 @@ bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadlin
     polled_ = true;
     reactor_->rearm(token_, fd_.get(), interest());
   }
-  bool is_done = receive_for(done, deadline);
+  bool is_done = receive_for(done, deadline, spin_until_ns);
   std::lock_guard lock(mutex_);
   polled_ = false;
   receiving_.store(false, std::memory_order_release);  // first: who is told by epoll finds the role free
@@ -154,12 +154,13 @@ bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadlin
   return is_done;
 }
 
-bool LaneImpl::receive_for(const std::function<bool()>& done, Deadline deadline) {
-  bool spin = spin_gate_.open(), slept = false;
-  for (int64_t spin_until = std::min(steady_ns() + SpinGate::kSpinNs, deadline.ns()); !done();) {
+bool LaneImpl::receive_for(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) {
+  spin_until_ns = std::min(spin_until_ns, deadline.ns());
+  bool spin = steady_ns() < spin_until_ns && spin_gate_.open(), slept = false;
+  while (!done()) {
     bool received = (spin || slept) && receive();  // who sleeps at once was just too early for the answer
     if (received && !deadline.expired()) continue;
-    if (spin && steady_ns() < spin_until) continue;
+    if (spin && steady_ns() < spin_until_ns) continue;
     if (std::exchange(spin, false)) spin_gate_.spun(false);
     if (slept || deadline.expired()) return done();
     slept = true;

@@ -184,9 +184,10 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
                                     std::vector<UniqueFd> fds = {}) = 0;
   virtual Status post(uint16_t method, std::string body) = 0;
   // Receives on the control lane with this thread, and handles what comes there, until done() is true: an answer then
-  // costs no wake-up of an I/O thread. Gives up by itself after a spin of 50 µs and a sleep of 1 ms, at the deadline,
-  // or at once if another thread is receiving; then wait as usual. Returns done().
-  virtual bool receive_until(const std::function<bool()>& done, Deadline deadline) = 0;
+  // costs no wake-up of an I/O thread. Spins until `spin_until_ns` (steady clock, at most 50 µs from the beginning of
+  // the caller's wait, which may spin before and after this too), sleeps 1 ms, and gives up by itself; so at the
+  // deadline, and at once if another thread is receiving; then wait as usual. Returns done().
+  virtual bool receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) = 0;
   virtual bool over_unix() const = 0;  // lane 0 runs over a Unix socket, and with it those that open_lanes() makes
 
   // Bulk lanes. `lanes()` are those alive now. `open_lanes(n)`: have at least n (initiator only; the other side sees

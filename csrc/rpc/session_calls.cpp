@@ -155,7 +155,7 @@ Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadli
   uint64_t id = 0;
   TM_TRY(begin_call(method, std::move(body), std::move(fds), done, id));
   int64_t spin_until_ns = steady_ns() + kSpinNs;
-  bool answered = receive_until([&] { return waiter->is_ready(); }, deadline);
+  bool answered = receive_until([&] { return waiter->is_ready(); }, deadline, spin_until_ns);
   if (!answered && !waiter->wait(deadline, spin_until_ns)) {
     if (take_call(id)) {
       return {Code::deadline_exceeded, "no answer from " + setup_.peer.name + " to method " + std::to_string(method)};
@@ -165,10 +165,10 @@ Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadli
   return std::move(*waiter->result);
 }
 
-bool SessionImpl::receive_until(const std::function<bool()>& done, Deadline deadline) {
+bool SessionImpl::receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) {
   if (core_->forked()) return done();
   auto lane = control();
-  return lane ? lane->receive_until(done, deadline) : done();
+  return lane ? lane->receive_until(done, deadline, spin_until_ns) : done();
 }
 
 Status SessionImpl::post(uint16_t method, std::string body) {

@@ -52,7 +52,7 @@ class SessionImpl final : public Session {
   void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds) override;
   Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds) override;
   Status post(uint16_t method, std::string body) override;
-  bool receive_until(const std::function<bool()>& done, Deadline deadline) override;
+  bool receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) override;
   bool over_unix() const override;
   std::vector<std::shared_ptr<Lane>> lanes() const override;
   Status open_lanes(int n, Deadline deadline) override;

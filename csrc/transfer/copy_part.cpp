@@ -13,15 +13,18 @@ CopyPart::CopyPart(OpImplPtr op, std::vector<CopyPiece> pieces, std::string tran
 void CopyPart::run() {
   auto self = shared_from_this();
   op_->add(self);
-  if (nbytes_ <= kInlineBytes) return help(op_->deadline());
-  op_->peer().engine().mover().post([self] { self->help(self->op_->deadline()); });
+  if (nbytes_ <= kInlineBytes) return work_once();
+  op_->peer().engine().mover().post([self] { self->work_once(); });
 }
 
 bool CopyPart::claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
 
-void CopyPart::help(Deadline deadline) {
-  if (nbytes_ > kHelpBytes && deadline.ns() < op_->deadline().ns()) return;
+void CopyPart::work_once() {
   if (claim()) work();
+}
+
+void CopyPart::help(Deadline deadline, int64_t) {
+  if (nbytes_ <= kHelpBytes || deadline.ns() >= op_->deadline().ns()) work_once();
 }
 
 void CopyPart::stop(const Status& why) {

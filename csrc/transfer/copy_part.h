@@ -22,7 +22,7 @@ class CopyPart : public Part, public std::enable_shared_from_this<CopyPart> {
   CopyPart(OpImplPtr op, std::vector<CopyPiece> pieces, std::string transport);
   void run();  // adds itself to the op and starts
   void stop(const Status& why) override;
-  void help(Deadline) override;
+  void help(Deadline deadline, int64_t spin_until_ns) override;
 
  protected:
   // Leave to touch the remote bytes, from acquire() to release(). A failed acquire() is not released.
@@ -36,6 +36,7 @@ class CopyPart : public Part, public std::enable_shared_from_this<CopyPart> {
 
  private:
   bool claim();
+  void work_once();  // on the first thread that comes
   void work();
   Status copy_all();
   void finish(const Status& status);

@@ -59,8 +59,9 @@ Status GroupOp::status() const {
 }
 
 Status GroupOp::wait(Deadline deadline) {
-  for (auto& member : members_) member->help(deadline);
-  if (!ended_.wait(deadline))
+  int64_t spin_until_ns = Event::spin_end_ns();
+  for (auto& member : members_) member->help(deadline, spin_until_ns);
+  if (!ended_.wait(deadline, spin_until_ns))
     return {Code::deadline_exceeded,
             "an op of " + std::to_string(members_.size()) + " targets is not over yet when the wait's deadline passed"};
   return status();

@@ -19,8 +19,6 @@ namespace torch_mooncake::transfer {
 
 namespace {
 
-constexpr int64_t kSpinNs = 50'000;
-
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -63,9 +61,9 @@ void Event::set() {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-bool Event::wait(Deadline deadline) {
+bool Event::wait(Deadline deadline, int64_t spin_until_ns) {
   if (is_set()) return true;
-  for (int64_t until = std::min(steady_ns() + kSpinNs, deadline.ns()); steady_ns() < until;) {
+  for (int64_t until = std::min(spin_until_ns, deadline.ns()); steady_ns() < until;) {
     for (int i = 0; i < 16; ++i) {
       if (is_set()) return true;
       relax();
@@ -476,19 +474,20 @@ bool OpImpl::watch(std::shared_ptr<OpWatcher> watcher, uint64_t tag) {
   return true;
 }
 
-void OpImpl::help(Deadline deadline) {
+void OpImpl::help(Deadline deadline, int64_t spin_until_ns) {
   if (ended() || deadline.expired()) return;
   std::vector<LivePart> parts;
   {
     std::lock_guard lock(mutex_);
     parts = parts_;
   }
-  for (auto& live : parts) live.part->help(deadline);
+  for (auto& live : parts) live.part->help(deadline, spin_until_ns);
 }
 
 Status OpImpl::wait(Deadline deadline) {
-  help(deadline);
-  if (!ended_.wait(deadline))
+  int64_t spin_until_ns = Event::spin_end_ns();
+  help(deadline, spin_until_ns);
+  if (!ended_.wait(deadline, spin_until_ns))
     return {Code::deadline_exceeded, describe() + ": not over yet when the wait's deadline passed"};
   return status();
 }

@@ -24,7 +24,9 @@ class Event {
  public:
   void set();
   bool is_set() const { return word_.load(std::memory_order_acquire) == kSet; }
-  bool wait(Deadline deadline);  // false: the deadline passed first
+  // When a wait that begins now spins no longer, whatever it spins on.
+  static int64_t spin_end_ns() { return steady_ns() + 50'000; }
+  bool wait(Deadline deadline, int64_t spin_until_ns = spin_end_ns());  // false: the deadline passed first
 
  private:
   static constexpr uint32_t kClear = 0, kWaiting = 1, kSet = 2;
@@ -60,8 +62,8 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   void launch();
   // Called at the end, on the thread of the end, before anybody is told.
   void set_at_end(std::function<void()> fn) { at_end_ = std::move(fn); }
-  void refuse(const Status& why);  // ends an op whose start() failed
-  void help(Deadline deadline);    // a thread that is about to wait does queued work itself
+  void refuse(const Status& why);                       // ends an op whose start() failed
+  void help(Deadline deadline, int64_t spin_until_ns);  // a thread that is about to wait does queued work itself
 
   // --- For the pacer, which holds the op open from start() to all_submitted().
   Priority priority() const { return options_.priority; }

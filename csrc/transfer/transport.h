@@ -49,8 +49,9 @@ class Part {
   // End early (deadline, cancel, another part's failure, close): from some moment soon, touch the op's memory no more,
   // then call part_done(why). May come more than once, and after part_done.
   virtual void stop(const Status& why) = 0;
-  // A thread that would wait until `deadline` offers itself: run queued work on it now, or receive with it.
-  virtual void help(Deadline) {}
+  // A thread that would wait until `deadline` offers itself: run queued work on it now, or receive with it. It
+  // spins until `spin_until_ns` and no longer: that is counted from the beginning of its wait.
+  virtual void help(Deadline, int64_t spin_until_ns) { (void)spin_until_ns; }
 };
 using PartPtr = std::shared_ptr<Part>;
 

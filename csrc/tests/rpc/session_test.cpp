@@ -266,3 +266,16 @@ TEST_CASE("use after close, and close from inside a callback") {
   CHECK_FALSE(s->call_sync(kEcho, "", soon()).is_ok());
   CHECK(eventually([&] { return !s->alive(); }));
 }
+
+TEST_CASE("receive_until does not spin when the caller has spun already") {
+  auto server = make_endpoint(named("server"));
+  auto client = make_endpoint(named("client"));
+  auto session = client->connect(server->listen("tcp://127.0.0.1:0").value(), soon()).value();
+  int asked = 0;
+  auto count = [&] {
+    ++asked;
+    return false;
+  };
+  CHECK_FALSE(session->receive_until(count, soon(), steady_ns()));
+  CHECK(asked <= 4);  // before and after a sleep, not as often as 50 µs allow
+}

@@ -90,8 +90,8 @@ void SmallPart::end(const Status& outcome) {
   op_->part_done(shared_from_this(), outcome);
 }
 
-void SmallPart::help(Deadline deadline) {
-  (void)op_->peer().session()->receive_until([this] { return op_->ended(); }, deadline);
+void SmallPart::help(Deadline deadline, int64_t spin_until_ns) {
+  (void)op_->peer().session()->receive_until([this] { return op_->ended(); }, deadline, spin_until_ns);
 }
 
 // ---- The other side

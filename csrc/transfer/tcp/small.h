@@ -23,7 +23,7 @@ class SmallPart final : public Part, public std::enable_shared_from_this<SmallPa
   SmallPart(OpImplPtr op, ChunkPlan plan) : op_(std::move(op)), plan_(std::move(plan)) {}
   void run();
   void stop(const Status& why) override { end(why); }
-  void help(Deadline deadline) override;
+  void help(Deadline deadline, int64_t spin_until_ns) override;
 
   // At the other side.
   static void on_write(PeerImpl& peer, rpc::Message request, rpc::Responder responder);

@@ -2,6 +2,9 @@
 #include <functional>
 #include <thread>
 
+#include "transfer/cuda/queue.h"
+#include "transfer/cuda/stream.h"
+#include "transfer/peer.h"
 #include "transfer/support.h"
 
 namespace transfer_test {
@@ -225,6 +228,39 @@ TEST_CASE("cuda: a stream goes on whatever becomes of the op") {
   mark();
   CHECK(eventually([&] { return passed == 5; }));
   CHECK(eventually([&] { return device.cuda.events_alive == 0; }));
+  device.cuda.destroy_stream(0, stream);
+}
+
+TEST_CASE("cuda: an op that ends while the stream refuses it has let go of the flag that the next op takes") {
+  Device device;
+  Pair pair(Way::cuda);
+  Memory source(Way::cuda, 1 << 20), target(Way::cuda, 1 << 20);
+  auto local = source.register_in(*pair.a);
+  auto remote = pair.open(target.register_in(*pair.b));
+  void* stream = must(device.cuda.make_stream(0));
+  auto op =
+      std::make_shared<transfer::OpImpl>(std::static_pointer_cast<transfer::PeerImpl>(remote->peer()), Direction::write,
+                                         std::vector<Batch>{{local, remote, {{0, 0, 1 << 20}}}}, OpOptions{});
+  // Another thread cancels it, and is still in its end when this one gives up.
+  std::atomic<bool> ending{false};
+  op->when_quiescent([&] {
+    ending = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  });
+  std::thread canceller;
+  device.cuda.at_wait_flag = [&] {
+    canceller = std::thread([&] { op->cancel(); });
+    while (!ending) std::this_thread::yield();
+  };
+  device.cuda.no_flags = true;
+  CHECK(transfer::start_on_stream(op, StreamOrder{0, reinterpret_cast<uintptr_t>(stream)}).code() == Code::unsupported);
+  auto* queue = must(transfer::CudaQueue::of(must(transfer::CudaDriver::get()), 0));
+  auto* flag = must(queue->take_flag());
+  canceller.join();
+  CHECK(__atomic_load_n(flag, __ATOMIC_ACQUIRE) == 0);
+  queue->give_flag(flag);
+  device.cuda.no_flags = false;
+  device.cuda.at_wait_flag = nullptr;
   device.cuda.destroy_stream(0, stream);
 }
 

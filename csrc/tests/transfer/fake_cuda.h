@@ -26,10 +26,11 @@ class FakeCuda final : public transfer::CudaDriver {
     return **fake;
   }
 
-  std::atomic<int> copy_us{0};        // each copy takes so long
-  std::atomic<int> fail_copies{0};    // so many of the next copies fail
-  std::atomic<bool> hang{false};      // streams stand still
-  std::atomic<bool> no_flags{false};  // the device has no stream memory operations
+  std::atomic<int> copy_us{0};         // each copy takes so long
+  std::atomic<int> fail_copies{0};     // so many of the next copies fail
+  std::atomic<bool> hang{false};       // streams stand still
+  std::atomic<bool> no_flags{false};   // the device has no stream memory operations
+  std::function<void()> at_wait_flag;  // runs in it first
   std::atomic<int> events_alive{0};
 
   // One allocation; or many parts side by side, as expandable segments map them.
@@ -96,6 +97,7 @@ class FakeCuda final : public transfer::CudaDriver {
   Result<void*> allocate_pinned(int, size_t n) override { return std::aligned_alloc(4096, (n + 4095) / 4096 * 4096); }
   void free_pinned(int, void* memory) override { std::free(memory); }
   Status wait_flag(int, transfer::CudaStream stream, uint32_t* flag, uint32_t value) override {
+    if (at_wait_flag) at_wait_flag();
     if (no_flags) return {Code::unsupported, "operation not supported"};
     queue(stream, [flag, value] {
       while (__atomic_load_n(flag, __ATOMIC_ACQUIRE) < value)

@@ -19,7 +19,11 @@ Status start_on_stream(const OpImplPtr& op, const StreamOrder& order) {
   Status status = op->begin();
   if (status) {
     status = driver->wait_flag(order.device, stream, flag, 1);
-    if (!status) op->stop(status);
+    if (!status) {
+      op->stop(status);
+      // Another thread may have stopped it before, and be about to set the flag. Nothing was launched: it ends at once.
+      (void)op->wait(Deadline::never());
+    }
   }
   if (!status) {
     driver->destroy_event(order.device, *before);

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import signal
 import sys
 
@@ -11,8 +10,6 @@ PR_SET_PDEATHSIG = 1
 # same: the parent is whoever forked us.)
 if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
     raise OSError(ctypes.get_errno(), "prctl")
-if os.environ.get("TM_TEST_PARENT") not in (None, str(os.getppid())):
-    sys.exit("the test run ended before its child began")
 
 names: dict = {}
 answers, sys.stdout = sys.stdout, sys.stderr

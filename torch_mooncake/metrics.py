@@ -112,7 +112,7 @@ class _Families:
         for queue in ("mover", "callback"):
             self.queued.add_metric((engine, queue), stats[f"{queue}_queue"])
         for lane in stats["lanes"]:
-            peer = f"{lane['peer']}-{lane['peer_id'][:4].hex()}"
+            peer = f"{lane['peer']}-{lane['peer_id'][:8]}"
             place = (engine, peer, lane["transport"], lane["rail"], lane["lane"])
             self.lane_bytes.add_metric((*place, "sent"), lane["bytes_sent"])
             self.lane_bytes.add_metric((*place, "received"), lane["bytes_received"])

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "common/random.h"
 #include "memory/shared_heap.h"
 
 namespace torch_mooncake::python {
@@ -80,7 +81,7 @@ nb::list lanes_of(const std::vector<LaneStats>& lanes) {
   for (auto& lane : lanes) {
     nb::dict d;
     d["peer"] = lane.peer;
-    d["peer_id"] = to_bytes(lane.peer_id);
+    d["peer_id"] = to_hex(lane.peer_id);
     d["transport"] = lane.transport;
     d["lane"] = lane.lane;
     d["rail"] = lane.rail;

@@ -28,7 +28,7 @@ struct LaneStats {
   std::string peer{};     // "name (pid 42)"; filled in by the engine
   Id128 peer_id{};        // so is this
   std::string transport;  // "tcp", "unix", "rdma" …
-  std::string lane{};     // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000"
+  std::string lane{};     // "tcp 127.0.0.1:4000 -> 127.0.0.1:5000", "unix @name #2": no two of a session are equal
   std::string rail{};     // the pair of NICs it runs on: "eth0 -> 10.0.0.2"; "" if there is no choice
   bool alive = true;
   uint64_t bytes_sent = 0, bytes_received = 0;

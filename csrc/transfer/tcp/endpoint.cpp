@@ -67,7 +67,7 @@ std::vector<LaneStats> StreamEndpoint::lane_stats() const {
   auto rates = lanes_.rates();
   for (auto& lane : peer_.session()->lanes()) {
     out.push_back({.transport = lane->is_unix() ? "unix" : "tcp",
-                   .lane = lane->describe(),
+                   .lane = lane->is_unix() ? lane->describe() + " #" + std::to_string(lane->index()) : lane->describe(),
                    .rail = lane->is_unix() ? "" : lane->rail().local + " -> " + lane->rail().remote,
                    .alive = lane->alive(),
                    .bytes_sent = lane->bytes_sent(),

@@ -82,6 +82,8 @@ def _async(method: Callable[Concatenate[Pool, P], R]) -> Callable[Concatenate[Po
 class Pool:
     """A connection to a pool. Re-attaches by itself after a fork, and after its node was lost."""
 
+    _monitor = False  # a subclass that only looks on: not one of its node's clients
+
     def __init__(
         self,
         address: str | None = None,
@@ -480,6 +482,7 @@ class Pool:
                 host_id=config.host_id,
                 engine=None,
                 view_ttl_s=config.view_ttl_s,
+                monitor=self._monitor,
                 deadline_ns=until,
             )
 

@@ -31,7 +31,7 @@ Status ClientImpl::start(Deadline deadline) {
   if (!engine_) {
     EngineOptions engine_options;
     engine_options.rpc.name = options_.name;
-    engine_options.rpc.role = "client";
+    engine_options.rpc.role = options_.monitor ? kMonitorRole : "client";
     engine_options.rpc.token = options_.token;
     engine_options.rpc.host_id = options_.host_id;
     TM_ASSIGN(engine_, Engine::create(engine_options));
@@ -274,26 +274,58 @@ Result<ObjectPtr> ClientImpl::wait(std::string_view key, const GetOptions& optio
   }
 }
 
-Result<PoolStats> ClientImpl::stat(Deadline deadline) {
+Status ClientImpl::stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats& stats, Deadline deadline) {
+  TM_ASSIGN(StatAnswer a, node->call<StatAnswer>(kStat, Empty{}, deadline));
+  const NodeActivity& act = a.activity;
+  stats.view = std::max(stats.view, a.view);
+  stats.keys += a.keys;
+  stats.nodes.push_back({info.id,          info.addresses.empty() ? "" : info.addresses[0],
+                         info.host_id,     a.limit_bytes,
+                         a.used_bytes,     a.limbo_bytes,
+                         a.prepared_bytes, a.extents,
+                         a.evictions,      a.pinned,
+                         a.is_home,        a.fenced_bytes,
+                         act.starts,       act.clients,
+                         act.waiting,      act.reservations,
+                         act.refusals,     act.lookups,
+                         act.misses,       act.commits,
+                         act.removals,     act.draining,
+                         act.ready,        act.unready});
+  stats.client_maps += node->maps();
+  stats.client_mapped_bytes += node->mapped_bytes();
+  return {};
+}
+
+Result<PoolStats> ClientImpl::stat(Deadline deadline, bool here) {
   TM_TRY(usable());
-  return with_retries(deadline, [&]() -> Result<PoolStats> {
-    TM_TRY(refresh_view(deadline));
-    TM_ASSIGN(const View now, view());
+  auto ask = [&]() -> Result<PoolStats> {
     PoolStats stats;
-    stats.view = now.number;
-    for (const NodeInfo& info : now.nodes) {
-      TM_ASSIGN(auto node, link(info.id, deadline));
-      TM_ASSIGN(StatAnswer a, node->call<StatAnswer>(kStat, Empty{}, deadline));
-      stats.keys += a.keys;
-      stats.nodes.push_back({info.id, info.addresses.empty() ? "" : info.addresses[0], info.host_id, a.limit_bytes,
-                             a.used_bytes, a.limbo_bytes, a.prepared_bytes, a.extents, a.evictions, a.pinned,
-                             a.is_home});
-      stats.client_maps += node->maps();
-      stats.client_mapped_bytes += node->mapped_bytes();
+    TM_ASSIGN(auto node, local(deadline));
+    if (here) {
+      NodeInfo info;
+      info.id = node->node();
+      info.host_id = node->host_id();
+      info.addresses = {options_.node_address};
+      TM_TRY(stat_of(node, info, stats, deadline));
+    } else {
+      TM_TRY(refresh_view(deadline));
+      TM_ASSIGN(const View now, view());
+      stats.view = now.number;
+      for (const NodeInfo& info : now.nodes) {
+        TM_ASSIGN(node, link(info.id, deadline));
+        TM_TRY(stat_of(node, info, stats, deadline));
+      }
     }
     stats.client_read_bytes = read_bytes_;
     return stats;
-  });
+  };
+  return here ? ask() : with_retries(deadline, ask);
+}
+
+Status ClientImpl::drain(Deadline deadline) {
+  TM_TRY(usable());
+  TM_ASSIGN(auto node, local(deadline));
+  return node->call_empty(kDrain, encode(Empty{}), deadline);
 }
 
 uint64_t total_bytes(std::span<const iovec> v) {

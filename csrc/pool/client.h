@@ -30,6 +30,7 @@ struct ClientOptions {
   std::string host_id;
   EnginePtr engine;  // null: the client makes its own
   double view_ttl_s = 1.0;
+  bool monitor = false;  // only looks on: keeps no node from exiting when nobody uses it
 };
 
 struct PutOptions {
@@ -82,6 +83,12 @@ struct PoolStats {
     std::string address, host_id;
     uint64_t limit_bytes, used_bytes, limbo_bytes, prepared_bytes, extents, evictions, pinned;
     bool is_home;
+    uint64_t fenced_bytes;
+    uint64_t starts, clients, waiting;  // of its worker, NodeActivity in messages.h
+    uint64_t reservations, refusals;
+    uint64_t lookups, misses, commits, removals;
+    bool draining, ready;
+    std::string unready;
   };
   uint64_t view = 0, keys = 0;
   std::vector<Node> nodes;
@@ -117,7 +124,10 @@ class TM_API Client {
   virtual Result<bool> remove(std::string_view key, Deadline deadline, std::optional<Version> only = {}) = 0;
   virtual Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) = 0;
   virtual Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
-  virtual Result<PoolStats> stat(Deadline deadline) = 0;
+  // With `here`, of the node at node_address alone, asked once: what answers in time is alive.
+  virtual Result<PoolStats> stat(Deadline deadline, bool here = false) = 0;
+  // Asks the node at node_address to leave the pool: returns when it has begun to.
+  virtual Status drain(Deadline deadline) = 0;
   // Batches: one call, per-key outcome. Same order as the keys.
   virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
 

@@ -49,7 +49,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<bool> remove(std::string_view key, Deadline deadline, std::optional<Version> only) override;
   Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) override;
   Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) override;
-  Result<PoolStats> stat(Deadline deadline) override;
+  Result<PoolStats> stat(Deadline deadline, bool here) override;
+  Status drain(Deadline deadline) override;
   std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;
   const EnginePtr& engine() const override { return engine_; }
   bool alive() const override;
@@ -70,6 +71,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
 
   Result<std::vector<LookupEntry>> look_up(std::span<const std::string> keys, LookupCall shape, Deadline deadline);
   PutHead head(const View& view, std::string_view key, Deadline deadline) const;
+  static Status stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats& stats, Deadline deadline);
 
   // client_put.cpp
   struct Reserved {

@@ -22,7 +22,7 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr int64_t kDrainMs = 12'000;        // the worker's own deadline is 10 s
+constexpr int64_t kDrainSlackMs = 2'000;    // beyond the worker's own deadline, --drain-s
 constexpr int64_t kFirstClientMs = 30'000;  // at least, before the first client comes, or comes back after a crash
 constexpr int64_t kHealthyMs = 10'000;      // a worker that lived so long starts the back-off anew
 constexpr int64_t kMaxBackoffMs = 5'000;
@@ -246,6 +246,9 @@ void Keeper::handle(LinkMessage message) {
       for (const auto& gone : message.segments)
         std::erase_if(held_, [&](const Held& h) { return h.name.role == gone.role && h.name.tag == gone.tag; });
       break;
+    case Type::leave:
+      if (!stopping_) stop("asked to leave");
+      break;
     case Type::stop:
       break;  // ours to say
   }
@@ -306,7 +309,7 @@ void Keeper::stop(const char* why) {
     return;
   }
   log::info("node", std::string("stopping: ") + why);
-  kill_at_ = Deadline::after_ms(kDrainMs);
+  kill_at_ = Deadline::after_ms(static_cast<int64_t>(options_.drain_s * 1000) + kDrainSlackMs);
   if (link_ && !link_->send({LinkMessage::Type::stop, 0, {}, {}, {}})) kill_at_ = Deadline::at_ns(0);
 }
 

@@ -3,7 +3,7 @@
 // It owns the folder's lock, the listening sockets and a copy of every segment's fd, forks the worker, restarts it when
 // it dies (at once, then with back-off up to 5 s) and hands it the same sockets and memory. The kernel kills the worker
 // when the keeper dies, and with the last fd the memory is gone: nothing has a name. SIGTERM or SIGINT: the worker
-// drains (10 s at most), then both are gone; a second one: at once. It sleeps in poll() and does nothing in between.
+// drains (drain_s at most), then both are gone; a second one: at once. It sleeps in poll() and does nothing in between.
 #pragma once
 
 #include <functional>

@@ -24,6 +24,7 @@ struct LinkMessage {
     release,    // worker: let go of segments[0]
     fresh,      // worker: let go of all, what follows is new memory
     stop,       // keeper: drain and exit
+    leave,      // worker: somebody asked this node to leave; the keeper answers with stop
   };
   struct SegmentName {
     SegmentRole role{};
@@ -50,6 +51,7 @@ class TM_API KeeperLink {
   // The worker's words.
   Status ready(const std::string& addresses) { return send({LinkMessage::Type::ready, 0, addresses, {}, {}}); }
   Status failed(const Status& why) { return send({LinkMessage::Type::failed, 0, why.to_string(), {}, {}}); }
+  Status leave() { return send({LinkMessage::Type::leave, 0, {}, {}, {}}); }
   Status clients(uint32_t number) { return send({LinkMessage::Type::clients, number, {}, {}, {}}); }
   Status fresh() { return send({LinkMessage::Type::fresh, 0, {}, {}, {}}); }
   Status hold(const std::vector<HeldSegment>& segments);

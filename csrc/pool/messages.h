@@ -30,9 +30,11 @@ enum Method : uint16_t {
   kMark,
   kEvicted,
   kLeave,
+  kDrain = 230,
 };
 
-inline constexpr uint64_t kInlineLimit = 16 * 1024;  // smaller values may ride inside the put
+inline constexpr const char* kMonitorRole = "monitor";  // of sessions that do not count as users
+inline constexpr uint64_t kInlineLimit = 16 * 1024;     // smaller values may ride inside the put
 inline constexpr size_t kMaxLabelBytes = 256;
 inline constexpr size_t kMaxParts = 4096;
 inline constexpr size_t kMaxBatch = 1 << 16;
@@ -454,16 +456,33 @@ struct KeysAnswer {
   }
 };
 
+// What a node's worker has done since it started, and whether it serves.
+struct NodeActivity {
+  uint64_t starts = 0;                                          // workers of this node so far
+  uint64_t clients = 0;                                         // sessions of users
+  uint64_t waiting = 0;                                         // writers that wait for room
+  uint64_t reservations = 0, refusals = 0;                      // as donor; refusals: the pool was full
+  uint64_t lookups = 0, misses = 0, commits = 0, removals = 0;  // as home, in keys
+  bool draining = false, ready = false;
+  std::string unready;  // why it is not ready
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(starts)(clients)(waiting)(reservations)(refusals)(lookups)(misses)(commits)(removals)(draining)(ready);
+    ar(unready, kMaxTextBytes);
+  }
+};
 struct StatAnswer {
   static constexpr const char* kName = "stat answer";
   uint64_t view = 0, keys = 0;
   uint64_t limit_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
   uint64_t extents = 0, pinned = 0, evictions = 0;
   bool is_home = false;
+  NodeActivity activity;
   template <typename Ar>
   void fields(Ar& ar) {
     ar(view)(keys)(
         limit_bytes)(used_bytes)(limbo_bytes)(prepared_bytes)(fenced_bytes)(extents)(pinned)(evictions)(is_home);
+    ar(activity);
   }
 };
 

@@ -8,8 +8,6 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr int64_t kDrainMs = 10'000;
-
 // What the last worker left, or new memory.
 Result<std::unique_ptr<Donor>> open_donor(WorkerContext& context, bool* attached) {
   const DonorOptions options{context.options.memory_bytes};
@@ -39,13 +37,17 @@ Status serve(WorkerContext& context) {
     const Status told = link.clients(static_cast<uint32_t>(clients));
     if (!told) log::error("node", "telling the keeper of clients: " + told.to_string());
   };
+  options.on_drain_asked = [&link] {
+    if (Status told = link.leave(); !told) log::error("node", "telling the keeper to stop: " + told.to_string());
+  };
+  options.starts = context.starts;
   TM_ASSIGN(auto service, NodeService::create(std::move(options)));
   std::string addresses;
   for (const std::string& address : service->addresses()) addresses += (addresses.empty() ? "" : " ") + address;
   TM_TRY(link.ready(addresses));
   TM_TRY(link.wait_for_stop());
   // A drain that does not end in time ends the node all the same.
-  if (Status drained = service->drain(Deadline::after_ms(kDrainMs)); !drained)
+  if (Status drained = service->drain(Deadline::after_s(context.options.drain_s)); !drained)
     log::warning("node", "drain: " + drained.to_string());
   service->close();
   return {};

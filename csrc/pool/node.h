@@ -22,6 +22,7 @@ struct NodeOptions {
   std::string host_id;
   uint64_t memory_bytes = 0;  // 0: 25 % of what the cgroup allows
   double linger_s = 60;       // exits this long after its last client; < 0: never. (Waits 30 s at least for a first.)
+  double drain_s = 30;        // the longest that SIGTERM lets it drain
   int ready_fd = -1;          // gets "ready <address> <address>...\n" or "error <text>\n", then EOF
 };
 

@@ -57,6 +57,8 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
     options.memory_bytes = *nbytes;
   } else if (name == "--linger-s" || name == "--linger") {
     return parse_number(name, value, options.linger_s);
+  } else if (name == "--drain-s") {
+    return parse_number(name, value, options.drain_s);
   } else if (name == "--ready-fd") {
     return parse_number(name, value, options.ready_fd);
   } else {
@@ -95,6 +97,7 @@ std::string node_usage() {
          "  --token-file FILE   the pool's secret (mode 600); without, TM_TOKEN or the one in the pool's folder\n"
          "  --host-id NAME      what makes two processes neighbours; the boot id    [TM_HOST_ID]\n"
          "  --linger-s SECONDS  exit so long after the last client, 60; < 0: never  [TM_LINGER_S]\n"
+         "  --drain-s SECONDS   the longest that it takes to leave when told to stop, 30\n"
          "  --ready-fd FD       where \"ready ADDRESS...\" or \"error TEXT\" is written\n"
          "  --help, --version\n"
          "\n"

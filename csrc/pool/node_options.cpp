@@ -71,6 +71,7 @@ Result<NodeOptions> resolve_options(NodeOptions options) {
   if (options.host_id.size() > 256) return invalid("host-id is longer than 256 bytes");
   if (options.token.size() > 1024) return invalid("the token is longer than 1024 bytes");
   if (std::isnan(options.linger_s) || options.linger_s > 1e9) return invalid("linger-s is no time in seconds");
+  if (!(options.drain_s >= 0 && options.drain_s <= 86'400)) return invalid("drain-s is 0 to 86400 seconds");
   if (options.ready_fd < -1) return invalid("ready-fd " + std::to_string(options.ready_fd));
   if (options.ready_fd >= 0 && ::fcntl(options.ready_fd, F_GETFD) < 0)
     return invalid("ready-fd " + std::to_string(options.ready_fd) + " is not open");

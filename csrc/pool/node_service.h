@@ -32,6 +32,9 @@ struct NodeServiceOptions {
   std::vector<Listener> listeners;  // the first is unix://<runtime_dir>/<pool>/node.sock
   // The number of user sessions (role "client", not nodes) changed. The keeper lingers out by it.
   std::function<void(int clients)> on_clients_changed;
+  // Somebody asked this node to leave: whoever runs it should drain() and close() it. May be called several times.
+  std::function<void()> on_drain_asked;
+  uint32_t starts = 1;  // how many workers this node has had, this one counted
 };
 
 class TM_API NodeService {

@@ -91,6 +91,7 @@ void NodeServiceImpl::register_methods() {
   method(kDescribe, &NodeServiceImpl::on_describe);
   method(kKeys, &NodeServiceImpl::on_keys);
   method(kStat, &NodeServiceImpl::on_stat);
+  method(kDrain, &NodeServiceImpl::on_drain);
   method(kJoin, &NodeServiceImpl::on_join);
   method(kAnnounce, &NodeServiceImpl::on_announce);
   method(kBeat, &NodeServiceImpl::on_beat);
@@ -181,7 +182,8 @@ void NodeServiceImpl::session_closed(rpc::Session* raw) {
 void NodeServiceImpl::count_clients() {
   std::map<rpc::Session*, int> sessions;
   for (const auto& [id, client] : clients_)
-    if (const auto session = client.session.lock(); session && session->peer().role != "node")
+    if (const auto session = client.session.lock();
+        session && session->peer().role != "node" && session->peer().role != kMonitorRole)
       ++sessions[session.get()];
   const int n = static_cast<int>(sessions.size());
   if (n == clients_told_) return;

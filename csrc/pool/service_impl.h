@@ -98,6 +98,8 @@ class NodeServiceImpl final : public NodeService {
   void on_describe(const rpc::SessionPtr&, DescribeCall, ResponderPtr);
   void on_keys(const rpc::SessionPtr&, KeysCall, ResponderPtr);
   void on_stat(const rpc::SessionPtr&, Empty, ResponderPtr);
+  void on_drain(const rpc::SessionPtr&, Empty, ResponderPtr);
+  Status readiness() const;
   void look_up(RequestId request);
   std::optional<Description> describe(ExtentRef extent, const std::string& key, bool use);
 
@@ -147,6 +149,7 @@ class NodeServiceImpl final : public NodeService {
   std::deque<WaitingReserve> waiting_;
   std::map<TxnId, int64_t> reserved_until_;
   std::vector<EvictedExtent> evicted_;
+  NodeActivity done_;  // the counts; the rest is filled in when asked
 
   // The leader's.
   std::optional<Home> home_;

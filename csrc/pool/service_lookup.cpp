@@ -59,6 +59,8 @@ void NodeServiceImpl::look_up(RequestId request) {
     bytes += 64;
     answer.entries.push_back(std::move(entry));
   }
+  done_.lookups += answer.entries.size();
+  for (const LookupEntry& entry : answer.entries) done_.misses += !entry.found;
   lookup.responder->ok(encode(answer));
   lookups_.erase(it);
 }
@@ -117,7 +119,28 @@ void NodeServiceImpl::on_stat(const rpc::SessionPtr&, Empty, ResponderPtr respon
   answer.pinned = stats.pinned_extents;
   answer.evictions = stats.evictions;
   answer.is_home = leader_;
+  answer.activity = done_;
+  answer.activity.starts = options_.starts;
+  answer.activity.clients = static_cast<uint64_t>(clients_told_);
+  answer.activity.waiting = waiting_.size();
+  answer.activity.draining = draining_;
+  const Status ready = readiness();
+  answer.activity.ready = ready.is_ok();
+  answer.activity.unready = ready.message().substr(0, kMaxTextBytes);
   responder->ok(encode(answer));
+}
+
+// Whether a client that comes now is served.
+Status NodeServiceImpl::readiness() const {
+  TM_TRY(usable());
+  if (leader_ && !home_->complete()) return {Code::pool_unavailable, "the directory is being rebuilt"};
+  return {};
+}
+
+void NodeServiceImpl::on_drain(const rpc::SessionPtr&, Empty, ResponderPtr responder) {
+  if (!options_.on_drain_asked) return responder->fail({Code::unsupported, "nobody runs this node who could end it"});
+  responder->ok();
+  options_.on_drain_asked();
 }
 
 }  // namespace torch_mooncake::pool

@@ -96,6 +96,7 @@ void NodeServiceImpl::pump() {
         auto node = removes_.extract(removed->request);
         if (!node) continue;
         if (removed->result.is_ok()) {
+          done_.removals += *removed->result;
           node.mapped()->ok(encode(RemoveAnswer{*removed->result}));
         } else {
           node.mapped()->fail(removed->result.status());

@@ -28,7 +28,9 @@ Result<Reservation> NodeServiceImpl::reserve(const PutHead& head, uint64_t nbyte
   request.label = std::move(label);
   request.writer = writer;
   auto reservation = donor_->reserve(request);
+  done_.refusals += reservation.status().code() == Code::pool_full;
   if (reservation.is_ok()) {
+    ++done_.reservations;
     int64_t& until = reserved_until_[head.txn];
     until = std::max(until, deadline_of(head.timeout_ms) + kReserveGraceNs);
   }
@@ -137,7 +139,10 @@ void NodeServiceImpl::on_begin(const rpc::SessionPtr&, BeginCall call, Responder
 
 void NodeServiceImpl::commit(const CommitCall& call, std::function<void(const Result<CommitAnswer>&)> done) {
   const RequestId request = next_request_++;
-  commits_[request] = std::move(done);
+  commits_[request] = [this, done = std::move(done)](const Result<CommitAnswer>& result) {
+    done_.commits += result.is_ok() && result->stored;
+    done(result);
+  };
   home_->commit(request, call, deadline_of(call.head.timeout_ms));
 }
 

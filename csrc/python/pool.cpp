@@ -29,13 +29,14 @@ constexpr const char* kEngineCapsule = "torch_mooncake.Engine";
 constexpr const char* kClientCapsule = "torch_mooncake.Client";
 
 PyClient connect(std::string address, std::string token, std::string name, std::string host_id, nb::object engine,
-                 double view_ttl_s, int64_t deadline_ns) {
+                 double view_ttl_s, bool monitor, int64_t deadline_ns) {
   ClientOptions options;
   options.node_address = std::move(address);
   options.token = std::move(token);
   options.name = std::move(name);
   options.host_id = std::move(host_id);
   options.view_ttl_s = view_ttl_s;
+  options.monitor = monitor;
   if (!engine.is_none()) options.engine = from_capsule<Engine>(engine, kEngineCapsule);
   auto peer = options.node_address;
   auto result = interruptible([options = std::move(options), deadline = deadline_at(deadline_ns)]() mutable {
@@ -85,8 +86,8 @@ nb::object located(const Result<ObjectPtr>& result) {
   return nb::cast(PyObjectInfo(result.value()));
 }
 
-nb::dict stat(PyClient& client, int64_t deadline_ns) {
-  auto s = unwrap(without_gil([&] { return client->stat(deadline_at(deadline_ns)); }));
+nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
+  auto s = unwrap(without_gil([&] { return client->stat(deadline_at(deadline_ns), here); }));
   nb::list nodes;
   for (const auto& n : s.nodes) {
     nb::dict d;
@@ -101,6 +102,19 @@ nb::dict stat(PyClient& client, int64_t deadline_ns) {
     d["evictions"] = n.evictions;
     d["pinned"] = n.pinned;
     d["is_home"] = n.is_home;
+    d["fenced_bytes"] = n.fenced_bytes;
+    d["starts"] = n.starts;
+    d["clients"] = n.clients;
+    d["waiting"] = n.waiting;
+    d["reservations"] = n.reservations;
+    d["refusals"] = n.refusals;
+    d["lookups"] = n.lookups;
+    d["misses"] = n.misses;
+    d["commits"] = n.commits;
+    d["removals"] = n.removals;
+    d["draining"] = n.draining;
+    d["ready"] = n.ready;
+    d["unready"] = n.unready;
     nodes.append(std::move(d));
   }
   nb::dict d;
@@ -141,7 +155,8 @@ void bind_pool(nb::module_& m) {
 
   nb::class_<PyClient>(m, "Client")
       .def_static("connect", &connect, nb::kw_only(), nb::arg("address"), nb::arg("token"), nb::arg("name"),
-                  nb::arg("host_id"), nb::arg("engine").none(), nb::arg("view_ttl_s"), nb::arg("deadline_ns"))
+                  nb::arg("host_id"), nb::arg("engine").none(), nb::arg("view_ttl_s"), nb::arg("monitor") = false,
+                  nb::arg("deadline_ns"))
       .def("capsule", [](PyClient& c) { return to_capsule(c.get(), kClientCapsule); })
       .def("engine_capsule", [](PyClient& c) { return to_capsule(c->engine(), kEngineCapsule); })
       .def("put", &put, nb::arg("key"), nb::arg("meta"), nb::arg("data"), nb::kw_only(), nb::arg("sealed"),
@@ -235,7 +250,13 @@ void bind_pool(nb::module_& m) {
             return unwrap(without_gil([&] { return c->keys(prefix, deadline_at(deadline_ns)); }));
           },
           nb::arg("prefix"), nb::arg("deadline_ns"))
-      .def("stat", &stat, nb::arg("deadline_ns"))
+      .def("stat", &stat, nb::arg("deadline_ns"), nb::arg("here") = false)
+      .def(
+          "drain",
+          [](PyClient& c, int64_t deadline_ns) {
+            check(without_gil([&] { return c->drain(deadline_at(deadline_ns)); }));
+          },
+          nb::arg("deadline_ns"))
       .def_prop_ro("alive", [](PyClient& c) { return c->alive(); })
       .def("close", [](PyClient& c) {
         without_gil([&] { c->close(); });

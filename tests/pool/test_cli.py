@@ -54,6 +54,43 @@ def test_put_get_ls_rm(pool: tm.Pool, tmp_path: Path) -> None:
     assert 0 < json.loads(cli("get", "short", "--json"))["expires_in_s"] <= 600
 
 
+def test_bytes_pass_as_they_are(pool: tm.Pool, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 40_000
+    cli("put", "b", "-", stdin=data)
+    assert cli("get", "b", "-o", "-") == data
+    cli("get", "b", "-o", str(tmp_path / "b"))
+    assert (tmp_path / "b").read_bytes() == data
+    cli("get", "b", "-o", "/dev/null")
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "empty").touch()
+    cli("put", "e", str(tmp_path / "empty"))
+    assert cli("get", "e", "-o", "-") == b"" == tm.get("e")
+    cli("get", "nobody", "-o", str(tmp_path / "none"), status=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "empty"]  # no half of a file
+
+
+def test_safetensors_and_exists(pool: tm.Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {"a.w": torch.arange(12.0).reshape(3, 4), "a.b": torch.ones(3, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "pt"})
+    assert json.loads(cli("put", "m/", str(tmp_path / "m.safetensors"), "--json"))["keys"] == ["m/a.w", "m/a.b"]
+    assert torch.equal(tm.get("m/a.w"), tensors["a.w"])
+    cli("get", "m/", "-o", str(tmp_path / "out.safetensors"))
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(tmp_path / "out.safetensors").items())
+    cli("exists", "m/a.w", "m/a.b")
+    assert json.loads(cli("info", "m/a.b", "--json"))["value"] == "tensor bfloat16 [3]"
+    cli("exists", "m/a.w", "m/c", status=3)
+    cli("info", "m/c", status=3)
+
+
+def test_a_reader_that_has_enough_ends_us_quietly(pool: tm.Pool) -> None:
+    pool.put("big", bytes(1 << 20))
+    command = f"{sys.executable} -m torch_mooncake get big -o - | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert (done.stdout, done.stderr) == (bytes(10), b"")
+
+
 def test_stat_and_doctor(pool: tm.Pool, pool_env: Any) -> None:
     tm.put("k", torch.zeros(1 << 20))
     assert json.loads(cli("stat", "--json"))["keys"] == 1
@@ -64,9 +101,10 @@ def test_stat_and_doctor(pool: tm.Pool, pool_env: Any) -> None:
     assert "TM_RUNTIME_DIR" in cli("doctor").decode()
 
 
-@pytest.mark.parametrize(
-    "args", [["--help"], ["node", "--help"], ["ls", "--help"], ["doctor", "--help"], ["--version"]]
-)
+HELP = [["--help"], *([command, "--help"] for command in ("node", "top", "drain", "ls", "doctor")), ["--version"]]
+
+
+@pytest.mark.parametrize("args", HELP)
 def test_help(args: list[str]) -> None:
     assert b"torch-mooncake" in cli(*args)
 

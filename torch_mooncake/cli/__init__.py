@@ -1,12 +1,10 @@
-"""``torch-mooncake``: node, doctor, ls, get, put, rm, stat. Runs without torch.
-
-Exit status: 0 done; 1 an error, told on stderr; 2 wrong usage; 3 the key is not there.
-"""
+"""``torch-mooncake``: node, drain, top, doctor, ls, get, put, rm, exists, info, stat. Runs without torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +12,14 @@ from typing import Any
 import torch_mooncake
 from torch_mooncake import errors
 
-_EXIT_ERROR, _EXIT_MISSING = 1, 3
+EXIT_ERROR, EXIT_MISSING = 1, 3
+EXIT_STATUS = """exit status:
+  0    done
+  1    an error, told on stderr (and on stdout as {"error": CODE, "message": ...} with --json)
+  2    wrong usage
+  3    a key is not there; for node: this host has a node of that pool
+  130  interrupted (Ctrl-C)
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,9 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args) or 0)
     except errors.KeyNotFound as error:
-        return _fail(args, error, _EXIT_MISSING)
+        return _fail(args, error, EXIT_MISSING)
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
     except (errors.Error, OSError) as error:
-        return _fail(args, error, _EXIT_ERROR)
+        return _fail(args, error, EXIT_ERROR)
     except KeyboardInterrupt:
         return 130
 
@@ -37,7 +45,7 @@ def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from torch_mooncake.cli import doctor, node, objects
+    from torch_mooncake.cli import copy, doctor, node, objects, top
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON document")
@@ -45,10 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--pool", help="name of this host's pool (TM_POOL)")
     common.add_argument("--timeout", type=float, default=30, metavar="SECONDS", help="deadline of the whole command")
 
-    parser = argparse.ArgumentParser(prog="torch-mooncake", description="The pool of tensors, from the shell.")
+    parser = argparse.ArgumentParser(
+        prog="torch-mooncake",
+        description="The pool of tensors, from the shell.",
+        epilog=EXIT_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"torch-mooncake {torch_mooncake.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (node, doctor, objects):
+    for module in (node, top, doctor, objects, copy):
         module.add_commands(commands, common)
     return parser
 
@@ -73,4 +86,4 @@ def run() -> None:
     sys.exit(main())
 
 
-__all__ = ["emit", "human", "main", "run"]
+__all__ = ["EXIT_ERROR", "EXIT_MISSING", "emit", "human", "main", "run"]

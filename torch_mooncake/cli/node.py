@@ -1,12 +1,18 @@
-"""``torch-mooncake node``: this host's node as a service, in the foreground."""
+"""``torch-mooncake node``: this host's node as a service, in the foreground; ``torch-mooncake drain`` ends one."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
+import sys
+import time
 from typing import Any
 
+from torch_mooncake.cli import emit, human
+from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
+from torch_mooncake.errors import Closed, DeadlineExceeded, IoError, PeerLost, PoolUnavailable
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -17,9 +23,40 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--listen", action="append", default=[], metavar="ADDRESS", help="also listen here, e.g. tcp://0.0.0.0:7400"
     )
     parser.add_argument("--leader", default="", metavar="ADDRESS", help="join the pool of this node")
+    parser.add_argument(
+        "--cluster",
+        default="",
+        metavar="ADDRESS",
+        help="the leader's address, the same on every node: the node whose host name it has is the leader",
+    )
     parser.add_argument("--linger", type=float, default=-1, metavar="SECONDS", help="exit when unused so long (never)")
+    parser.add_argument("--drain", type=float, metavar="SECONDS", help="the longest that it takes to leave (30)")
     parser.add_argument("--host-id", help="name of this host (TM_HOST_ID)")
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics here, e.g. 127.0.0.1:9400"
+    )
     parser.set_defaults(run=_node, json=False)
+
+    drain = commands.add_parser(
+        "drain", parents=[common], help="have a node leave the pool, and wait until it has; 0 once it is gone"
+    )
+    drain.set_defaults(run=_drain)
+
+
+def is_this_host(address: str, hostname: str | None = None) -> bool:
+    """Whether ``tcp://host:port`` is this host: ``host`` is its name ("tm-0", or "tm-0.tm.default.svc" on the pod
+    tm-0), or one of its addresses."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]").lower()
+    name = (hostname or socket.gethostname()).lower()
+    if host == name or host.startswith(name + "."):
+        return True
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as ours:
+            ours.bind(place)  # only an address of this host can be bound
+    except OSError:
+        return False
+    return True
 
 
 def _node(args: argparse.Namespace) -> int:
@@ -27,5 +64,36 @@ def _node(args: argparse.Namespace) -> int:
 
     config = Config.from_env(pool=args.pool, memory=args.memory, linger_s=args.linger, host_id=args.host_id)
     node.pool_dir(config)
-    command = node.arguments(config, listen=args.listen, leader=args.leader)
-    os.execve(command[0], command, node.environment(config.token))
+    leader = args.leader or ("" if not args.cluster or is_this_host(args.cluster) else args.cluster)
+    command = node.arguments(config, listen=args.listen, leader=leader)
+    if args.drain is not None:
+        command += ["--drain-s", str(args.drain)]
+    env = node.environment(config.token)
+    if args.http:
+        from torch_mooncake.cli.health import run_with_http
+
+        return run_with_http(command, env, args.http, config)
+    return os.execve(command[0], command, env)
+
+
+def _drain(args: argparse.Namespace) -> None:
+    from torch_mooncake.cli.objects import connect
+
+    until = deadline_ns(args.timeout)
+    last: dict[str, Any] = {}
+    with connect(args, monitor=True) as pool:
+        client = pool._client(until)
+        last = client.stat(until, here=True)["nodes"][0]
+        client.drain(until)
+        while True:
+            try:
+                last = client.stat(min(until, deadline_ns(2)), here=True)["nodes"][0]
+            except (PeerLost, IoError, Closed, PoolUnavailable, DeadlineExceeded):
+                if not client.alive:
+                    break
+            if seconds_left(until) <= 0:
+                raise DeadlineExceeded(f"the node is still leaving: {human(last['used_bytes'])} are in use there")
+            if sys.stderr.isatty():
+                print(f"\rleaving: {human(last['used_bytes'])} in use", end="", file=sys.stderr)
+            time.sleep(0.05)
+    emit(args, {"node": last["id"], "address": last["address"]}, f"{last['address']} has left the pool")

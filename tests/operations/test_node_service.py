@@ -1,0 +1,230 @@
+"""A node as operators run it: health, metrics, draining, ``top``. Real processes throughout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import PoolEnv, eventually
+
+import torch_mooncake as tm
+from torch_mooncake.cli.node import is_this_host
+
+COMMAND = [sys.executable, "-m", "torch_mooncake"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def ask(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
+def cli(*args: str, status: int = 0) -> str:
+    done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    return done.stdout
+
+
+def metric(text: str, name: str) -> float:
+    return float(re.search(rf"^torch_mooncake_pool_{name}(?:{{.*}})? (\S+)$", text, re.M)[1])  # type: ignore[index]
+
+
+@pytest.fixture
+def node(pool_env: PoolEnv) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts ``torch-mooncake node ARGS``; all are ended at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: str, **env: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([*COMMAND, "node", *args], env={**os.environ, **env}, stderr=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    yield start
+    tm.close()
+    for process in started:
+        process.terminate()
+    for process in started:
+        try:
+            process.wait(15)
+        finally:
+            process.kill()
+            process.stderr.close()  # type: ignore[union-attr]
+
+
+def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_env: PoolEnv) -> None:
+    port = free_port()
+    process = node("--http", f"127.0.0.1:{port}", "--linger", "0")
+    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    assert ask(port, "/healthz") == (200, "ok\n")
+    assert ask(port, "/nothing")[0] == 404
+
+    tm.put("k", np.arange(1000))
+    worker = pool_env.worker()
+    os.kill(worker, signal.SIGSTOP)
+    assert eventually(lambda: all(" T " in task.read_text() for task in Path(f"/proc/{worker}/task").glob("*/stat")))
+    try:
+        started = time.monotonic()
+        status, why = ask(port, "/healthz")
+        assert (status, time.monotonic() - started < 5) == (503, True)
+        assert "does not answer" in why
+        assert ask(port, "/readyz")[0] == 503
+        assert metric(ask(port, "/metrics")[1], "up") == 0
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+
+    os.kill(worker, signal.SIGKILL)
+    assert eventually(lambda: ask(port, "/readyz")[0] == 200)  # the keeper has started another
+    assert np.array_equal(tm.get("k"), np.arange(1000))
+    assert metric(ask(port, "/metrics")[1], "worker_starts_total") == 2
+
+    # The health check is nobody's client: the node lingers out when the last one has gone.
+    tm.close()
+    assert process.wait(15) == 0
+    assert ask(port, "/healthz")[0] == 0
+
+
+def test_metrics_count_what_happened(node: Any) -> None:
+    port = free_port()
+    node("--http", f"127.0.0.1:{port}", "--memory", "64MiB")
+    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    pool = tm.init()
+    for i in range(100):
+        pool.put(f"k{i}", np.zeros(1 << 20, np.uint8))
+    pool.put("last", b"x")
+    pool.delete("last")
+    pool.exists(["k99", "nobody"])
+    text = ask(port, "/metrics")[1]
+    assert metric(text, "up") == metric(text, "ready") == metric(text, "is_home") == metric(text, "clients") == 1
+    assert metric(text, "limit_bytes") == 64 << 20
+    assert 32 << 20 < metric(text, "used_bytes") <= 64 << 20
+    assert metric(text, "commits_total") == 101
+    assert metric(text, "removals_total") == 1
+    assert metric(text, "evictions_total") == 100 - metric(text, "keys") >= 36
+    assert metric(text, "misses_total") >= 1
+    assert metric(text, "lookups_total") >= 2
+    for line in text.splitlines():  # as Prometheus reads it
+        assert line.startswith("# ") or re.fullmatch(r'[a-z_]+(\{[a-z]+="[0-9a-f]{8}"\})? [0-9.e+]+', line), line
+
+
+def test_a_taken_http_port_is_told_before_the_node_starts(node: Any, pool_env: PoolEnv) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = node("--http", f"127.0.0.1:{taken.getsockname()[1]}")
+        assert process.wait(20) == 1
+        assert b"in use" in process.stderr.read()
+        assert not pool_env.nodes()
+
+
+def test_the_node_leaves_with_its_http_parent(node: Any, pool_env: PoolEnv) -> None:
+    port = free_port()
+    process = node("--http", f"127.0.0.1:{port}")
+    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    process.kill()
+    assert eventually(lambda: not pool_env.nodes())
+
+
+def two_nodes(node: Any, memory: str = "64MiB") -> tuple[subprocess.Popen[bytes], str, str]:
+    """A leader and a member on "another host"; (the member's process, the member's address, the leader's)."""
+    leader, member = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    token = "0123456789abcdef"
+    node("--listen", leader, TM_TOKEN=token, TM_MEMORY=memory)
+    process = node(
+        "--listen", member, "--leader", leader, "--pool", "other", "--host-id", "h2", TM_TOKEN=token, TM_MEMORY=memory
+    )
+    os.environ["TM_TOKEN"] = token  # pool_env's monkeypatch puts it back
+
+    def both() -> bool:
+        try:
+            return len(json.loads(cli("stat", "--json", "--address", leader))["nodes"]) == 2
+        except AssertionError:
+            return False
+
+    assert eventually(both, timeout=20)
+    return process, member, leader
+
+
+def test_a_drained_member_is_out_of_the_view_at_once(
+    node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TM_TOKEN", "")
+    process, member, leader = two_nodes(node)
+    started = time.monotonic()
+    assert "has left the pool" in cli("drain", "--address", member)
+    assert len(json.loads(cli("stat", "--json", "--address", leader))["nodes"]) == 1
+    assert time.monotonic() - started < 4.5  # an expelled one would have taken 5.5 s
+    assert process.wait(10) == 0
+
+
+def test_a_draining_node_takes_nothing_new_and_lets_writers_finish(node: Any, pool_env: PoolEnv) -> None:
+    process = node("--drain", "10")
+    assert eventually(lambda: (pool_env.folder / "node.sock").exists())
+    slow = {**os.environ, "TM_FAILPOINTS": "client.written=sleep:2000"}
+    code = "import numpy as np, torch_mooncake as tm; tm.put('k', np.ones(1 << 20)); print('stored')"
+    writer = subprocess.Popen([sys.executable, "-c", code], env=slow, stdout=subprocess.PIPE)
+    pool = tm.init()
+    assert eventually(lambda: pool.stat()["nodes"][0]["prepared_bytes"] > 0)
+    process.send_signal(signal.SIGTERM)
+    assert eventually(lambda: pool.stat()["nodes"][0]["draining"])
+    with pytest.raises(tm.PoolUnavailable, match="draining"):
+        pool.put("late", np.ones(1 << 20), timeout=0.5)
+    assert writer.communicate(timeout=20)[0] == b"stored\n"
+    assert process.wait(20) == 0
+
+
+def test_top_once_as_text_and_json(pool: tm.Pool) -> None:
+    pool.put("k", np.zeros(1 << 20, np.uint8))
+    text = cli("top", "--once")
+    assert "1 nodes, 1 keys" in text
+    assert "ready" in text
+    stat = json.loads(cli("top", "--once", "--json"))
+    assert stat["nodes"][0]["commits"] == 1
+    live = subprocess.Popen([*COMMAND, "top", "--interval", "0.1", "--json"], stdout=subprocess.PIPE, text=True)
+    try:
+        lines = [json.loads(live.stdout.readline()) for _ in range(3)]  # type: ignore[union-attr]
+    finally:
+        live.send_signal(signal.SIGINT)
+        assert live.wait(10) == 130
+        live.stdout.close()  # type: ignore[union-attr]
+    assert lines[2]["per_s"]["commits"] == 0
+    cli("top", "--once", "--interval", "0", status=1)
+
+
+def test_commands_that_look_start_no_node(pool_env: PoolEnv) -> None:
+    done = subprocess.run([*COMMAND, "ls"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no node of the pool" in done.stderr
+    assert not pool_env.nodes()
+
+
+def test_which_host_an_address_is() -> None:
+    assert is_this_host("tcp://tm-0:7400", "tm-0")
+    assert is_this_host("tcp://tm-0.tm.default.svc:7400", "tm-0")
+    assert not is_this_host("tcp://tm-0.tm:7400", "tm-1")
+    assert not is_this_host("tcp://tm-0.tm:7400", "tm")
+    assert is_this_host("127.0.0.1:7400", "elsewhere")
+    assert not is_this_host("tcp://192.0.2.1:7400")

@@ -1,0 +1,78 @@
+"""Prometheus export of a pool's nodes. Needs ``prometheus-client``, imported on first use.
+
+``torch-mooncake node --http`` serves the metrics of that node. A program that has a pool may export all its nodes:
+
+    registry.register(PoolCollector(pool.stat))
+
+All names begin with ``torch_mooncake_pool_``; the label ``node`` is the first eight digits of the node's id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch_mooncake.errors import Error
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+PREFIX = "torch_mooncake_pool_"
+
+# name in stat()["nodes"], metric, text
+_GAUGES = (
+    ("ready", "ready", "1 while the node takes new objects."),
+    ("draining", "draining", "1 while the node is leaving."),
+    ("is_home", "is_home", "1 on the directory node."),
+    ("limit_bytes", "limit_bytes", "Memory lent."),
+    ("used_bytes", "used_bytes", "Memory of extents, whatever their state."),
+    ("prepared_bytes", "prepared_bytes", "Memory of objects that are being written."),
+    ("limbo_bytes", "limbo_bytes", "Memory of what was freed and is still pinned or fenced."),
+    ("fenced_bytes", "fenced_bytes", "Memory in limbo because its writer may still write."),
+    ("extents", "extents", "Objects' parts on this node."),
+    ("pinned", "pinned_extents", "Extents that somebody reads in place."),
+    ("clients", "clients", "Sessions of users."),
+    ("waiting", "waiting_writers", "Writers that wait for room."),
+)
+_COUNTERS = (
+    ("starts", "worker_starts", "Workers that the keeper has started; above 1 something ended one."),
+    ("evictions", "evictions", "Extents evicted to make room."),
+    ("reservations", "reservations", "Extents handed to writers."),
+    ("refusals", "full", "Times a writer found no room, each try counted."),
+    ("lookups", "lookups", "Keys looked up here."),
+    ("misses", "misses", "Keys looked up here that were not there."),
+    ("commits", "commits", "Objects' versions that became visible."),
+    ("removals", "removals", "Keys removed by their users."),
+)
+
+
+class PoolCollector:
+    """A collector for ``CollectorRegistry.register``. ``stat``: returns what ``Pool.stat`` does, at each scrape.
+
+    When ``stat`` raises one of the library's errors, the scrape says ``torch_mooncake_pool_up 0`` and nothing else.
+    """
+
+    def __init__(self, stat: Callable[[], dict[str, Any]]) -> None:
+        self._stat = stat
+
+    def describe(self) -> list[Metric]:
+        """Keeps ``register`` from asking the pool."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        try:
+            stat = self._stat()
+        except Error:
+            yield GaugeMetricFamily(PREFIX + "up", "1 if the nodes answer.", 0)
+            return
+        yield GaugeMetricFamily(PREFIX + "up", "1 if the nodes answer.", 1)
+        yield GaugeMetricFamily(PREFIX + "view", "Number of the membership's view.", stat["view"])
+        yield GaugeMetricFamily(PREFIX + "keys", "Keys in the directory, told by its node.", stat["keys"])
+        for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for field, name, text in rows:
+                family = kind(PREFIX + name, text, labels=("node",))
+                for node in stat["nodes"]:
+                    family.add_metric((node["id"][:8],), float(node[field]))
+                yield family

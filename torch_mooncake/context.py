@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_mooncake.errors import Closed, InvalidArgument
 from torch_mooncake.pool import Pool
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _lock = threading.Lock()
 _default: Pool | None = None
@@ -25,17 +28,19 @@ def init(
     linger_s: float | None = None,
     host_id: str | None = None,
     name: str | None = None,
+    store: dist.Store | None = None,
     timeout: float | None = 30,
 ) -> Pool:
     """Attach this process to a pool, and make it the default one. Idempotent.
 
     Without ``address``: this host's pool, whose node is started if there is none (inside torchrun over several hosts:
-    one pool over all of them). With ``"host:7400"``: the pool of that node. What is None comes from ``TM_*`` (see
-    ``torch_mooncake.config``). InvalidArgument if it was called before with something else.
+    one pool over all of them). With ``"host:7400"``: the pool of that node. With ``store``: hosts that give the same
+    ``torch.distributed`` Store make one pool, which the node that is started first leads. What is None comes from
+    ``TM_*`` (see ``torch_mooncake.config``). InvalidArgument if it was called before with something else.
     """
     global _default, _given
     given: dict[str, Any] = {"address": address, "pool": pool, "token": token, "memory": memory, "linger_s": linger_s}
-    given |= {"host_id": host_id, "name": name}
+    given |= {"host_id": host_id, "name": name, "store": store}
     given = {key: value for key, value in given.items() if value is not None}
     with _lock:
         if _exiting:

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config
@@ -69,8 +69,11 @@ def pool_token(config: Config) -> str:
         return ""
 
 
-def find_or_start(config: Config, deadline: int, connect: Connect) -> _core.Client:
-    """Connect to this host's node, after starting it if there is none. PoolUnavailable if it does not start."""
+def find_or_start(config: Config, deadline: int, connect: Connect, store: Any = None) -> _core.Client:
+    """Connect to this host's node, after starting it if there is none. PoolUnavailable if it does not start.
+
+    ``store``: where the hosts of one pool find its leader (``torch_mooncake.torchrun``), if the node is started here.
+    """
     folder = pool_dir(config)
     client = _try(config, connect, deadline)
     if client is not None:
@@ -82,7 +85,7 @@ def find_or_start(config: Config, deadline: int, connect: Connect) -> _core.Clie
             return client
         from torch_mooncake import torchrun
 
-        cluster = torchrun.cluster(config, deadline)
+        cluster = torchrun.cluster(config, deadline, store)
         ready = start(config, folder, deadline, listen=cluster.listen, leader=cluster.leader, token=cluster.token)
         cluster.publish(ready, pool_token(config))
     return _connect(config, connect, deadline)

@@ -28,6 +28,7 @@ from torch_mooncake.tensors import encode, encode_part, writers
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -95,12 +96,15 @@ class Pool:
         host_id: str | None = None,
         name: str | None = None,
         runtime_dir: str | None = None,
+        store: dist.Store | None = None,
         timeout: float | None = 30,
     ) -> None:
         """Connect to the node at ``address`` ("host:7400"), or to this host's, which is started if there is none.
 
         What is None comes from the environment (``torch_mooncake.config``). ``memory`` and ``linger_s`` are for a node
-        that is started here. PoolUnavailable, AuthError, VersionMismatch or DeadlineExceeded when it cannot be had.
+        that is started here, and so is ``store``: hosts that give the same ``torch.distributed`` Store make one pool,
+        which the node of the first leads; its address travels through the Store. PoolUnavailable, AuthError,
+        VersionMismatch or DeadlineExceeded when it cannot be had.
         """
         self.config = Config.from_env(
             address=address,
@@ -112,6 +116,7 @@ class Pool:
             name=name,
             runtime_dir=runtime_dir,
         )
+        self._store = store
         self._lock = threading.Lock()
         self._core: _core.Client | None = None
         self._closed = False
@@ -489,7 +494,7 @@ class Pool:
         if config.address:
             address = config.address if "://" in config.address else f"tcp://{config.address}"
             return connect(address, config.token, deadline)
-        return find_or_start(config, deadline, connect)
+        return find_or_start(config, deadline, connect, self._store)
 
 
 def _wait(client: _core.Client, key: str, at_least: tuple[int, int] | None, label: str, deadline: int) -> _core.Object:

@@ -37,6 +37,34 @@ def test_two_hosts_make_one_pool(pool_env: Any, child: Any) -> None:
         assert host0.close() == 0
 
 
+def test_hosts_that_give_a_store_make_one_pool(pool_env: Any, child: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    begin = "import torch, torch.distributed as dist, torch_mooncake as tm\n"
+    begin += f"store = dist.PrefixStore('job', dist.TCPStore('127.0.0.1', {store.port}, is_master=False))\n"
+    begin += "tm.init(store=store)"
+    with tempfile.TemporaryDirectory(prefix="tm-test-", dir="/tmp") as other_dir:
+        hosts = [child({"TM_HOST_ID": "h0"}), child({"TM_HOST_ID": "h1", "TM_RUNTIME_DIR": other_dir})]
+        for host in hosts:
+            host.start(begin)  # at once: one leads
+        for host in hosts:
+            host.result()
+        hosts[0]("tm.put('k', torch.arange(100_000))")
+        assert hosts[1]("result = [int(tm.get('k')[-1]), len(tm.stat()['nodes'])]") == [99_999, 2]
+        assert hosts[1]("result = sorted(n['is_home'] for n in tm.stat()['nodes'])") == [False, True]
+        hosts[1]("tm.init(store=store)")  # again: the same pool
+        with pytest.raises(RuntimeError, match="InvalidArgument"):
+            hosts[1]("tm.init(store=dist.HashStore())")
+        for host in reversed(hosts):
+            assert host.close() == 0
+
+
+def test_a_leader_that_never_comes_is_told_of_in_time(pool_env: Any) -> None:
+    store = dist.HashStore()
+    store.set("torch_mooncake/claim", "a host that died before it had a node")
+    with pytest.raises(tm.PoolUnavailable, match="leader was not found"):
+        tm.Pool(store=store, timeout=1)
+
+
 def test_several_hosts_without_a_store_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")

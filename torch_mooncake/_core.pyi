@@ -290,4 +290,20 @@ class Client:
 
     def close(self) -> None: ...
 
+MAX_PIN_MS: int = 3600000
+
+def match_prefix(client: Client, keys: Sequence[str], pin_ms: int, deadline_ns: int) -> int: ...
+
+def refresh_keys(client: Client, keys: Sequence[str], unpin: bool, deadline_ns: int) -> None: ...
+
+def refresh_objects(client: Client, objects: Sequence, unpin: bool, deadline_ns: int) -> None: ...
+
+def put_pages(client: Client, keys: Sequence[str], metas: Sequence[bytes], layers: Sequence[tuple[int, int]], page_nbytes: int, num_pages: int, pages: Sequence[int], deadline_ns: int) -> list:
+    """
+    layers: (address, stride in bytes) of each. For each key whether it was stored, or an exception.
+    """
+
+def read_pages(client: Client, objects: Sequence, layers: Sequence[tuple[int, int]], page_nbytes: int, num_pages: int, pages: Sequence[int], deadline_ns: int) -> int:
+    """How many were read before the first that was gone."""
+
 def topology(sysfs: str, nics: Sequence[str]) -> dict: ...

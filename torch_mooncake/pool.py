@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from torch_mooncake.kv import PagedKV, PoolKV
+
 MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "<raise KeyNotFound>"})()
 
 
@@ -158,7 +160,7 @@ class Pool:
         the ``version``; ``part=`` needs one of the two, and for a DTensor the n-th put of the key on each rank are one.
         """
         if parent is not None:
-            raise Unsupported("put(parent=) is not built yet: see docs/roadmap.md")
+            raise Unsupported("put(parent=) is for KV pages: pool.kv(…).put_pages(parent=)")
         deadline = deadline_ns(timeout)
         count, lenient = _replicas(replicas)
         label = "" if version is None else str(version)
@@ -366,6 +368,15 @@ class Pool:
         LayoutMismatch names a key that is not one tensor; Unsupported one whose dtype the format does not have.
         """
         return safetensors_io.export_file(self, prefix, path, keys=keys, timeout=timeout)
+
+    # --- KV pages ---
+
+    def kv(self, namespace: str, cache: PagedKV) -> PoolKV:
+        """Pages of a paged KV cache in this pool, reused by prefix: ``torch_mooncake.kv.PoolKV``. ``namespace`` names
+        the model and its weights."""
+        from torch_mooncake.kv import PoolKV
+
+        return PoolKV(self, cache, model=namespace)
 
     # --- the rest ---
 

@@ -166,6 +166,20 @@ def encode(value: Any, user: dict[str, Any] | None = None, writer: tuple[int, in
     return _encode(value, user, _Writer(shares=world > 1, plain=rank == 0))
 
 
+def describe_tensor(dtype: Any, shape: tuple[int, ...]) -> Callable[[dict[str, Any] | None], bytes]:
+    """What makes the description of objects that are one dense tensor of ``dtype`` (torch's) and ``shape``, each with a
+    ``meta`` of its own."""
+    root = Tensor(str(dtype).removeprefix("torch."), tuple(shape), 0)
+
+    def describe(user: dict[str, Any] | None) -> bytes:
+        document = _INLINE + _encoder.encode(Document(_FORMAT, root, user))
+        if len(document) > _MAX_META:
+            raise InvalidArgument(f"a description of {len(document)} bytes: at most {_MAX_META} fit")
+        return document
+
+    return describe
+
+
 def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:
     """The same for a value of its own that is one part of an object: ``get`` returns the list of them."""
     return _encode(value, user, _Writer(part=True))

@@ -131,6 +131,15 @@ class TM_API Client {
   // Batches: one call, per-key outcome. Same order as the keys.
   virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
 
+  // Chains: keys of which each makes sense only with all before it, as the pages of a prompt do.
+  // How many of the keys, from the first on, are there. With pin_ms, those are not evicted for so long (of this client:
+  // the latest time counts; refresh_chain and close() end it).
+  virtual Result<size_t> match_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline) = 0;
+  // Each becomes at least as valuable to eviction as those behind it, so that a chain is evicted from its end. Counts
+  // as no use. With `unpin`, what match_prefix has pinned is pinned no more. Keys that are gone are passed over.
+  virtual Status refresh_chain(std::span<const std::string> keys, bool unpin, Deadline deadline) = 0;
+  virtual Status refresh_chain(std::span<const ObjectPtr> objects, bool unpin, Deadline deadline) = 0;
+
   virtual const EnginePtr& engine() const = 0;
   virtual bool alive() const = 0;  // the local node's session
   virtual void close() = 0;

@@ -52,6 +52,9 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<PoolStats> stat(Deadline deadline, bool here) override;
   Status drain(Deadline deadline) override;
   std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;
+  Result<size_t> match_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline) override;
+  Status refresh_chain(std::span<const std::string> keys, bool unpin, Deadline deadline) override;
+  Status refresh_chain(std::span<const ObjectPtr> objects, bool unpin, Deadline deadline) override;
   const EnginePtr& engine() const override { return engine_; }
   bool alive() const override;
   void close() override;
@@ -85,6 +88,13 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
                                         Deadline deadline);
   Result<std::optional<PutOutcome>> already_there(std::string_view key, const PutOptions& options, Deadline deadline);
   static void let_go(std::vector<Reserved>& reserved);
+
+  // client_chains.cpp
+  using Places =
+      std::map<NodeId, std::vector<std::pair<size_t, ExtentRef>>>;  // by node: (position in the chain, extent)
+  Result<std::vector<Replicas>> find_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline);
+  // Positions that have gone meanwhile.
+  Result<std::vector<size_t>> refresh(const Places& places, RefreshCall shape, Deadline deadline);
 
   // client_get.cpp
   std::vector<Result<ObjectPtr>> build(std::span<const std::string> keys, std::vector<LookupEntry> entries,

@@ -242,6 +242,17 @@ void DonorImpl::touch(ExtentRef extent) {
   save_uses(*found);
 }
 
+void DonorImpl::refresh(std::span<const ExtentRef> last_first) {
+  uint32_t uses = 0;  // of those after it
+  for (ExtentRef extent : last_first) {
+    const auto found = find(extent);
+    if (!found.is_ok() || !lru_.contains(*found)) continue;
+    lru_.refresh(*found, uses);
+    save_uses(*found);
+    uses = lru_.uses(*found);
+  }
+}
+
 void DonorImpl::enter_eviction(uint32_t index) {
   lru_.insert(index, table_->at(index).key_hash[0], footprint(index));
   save_uses(index);

@@ -159,8 +159,14 @@ class TM_API Donor {
   // The connection is gone, which does not prove that the process is: as end_session() if its client has let go of the
   // slot page's lock (or has none), else it is an old session until sweep() finds that it has.
   virtual void lose_session(SessionId session) = 0;
-  // A pin held for a remote reader, a hint with a time limit; `now_ns` is passed in.
-  virtual void hint_pin(ExtentRef extent, int64_t until_ns) = 0;
+  // Makes each of a chain at least as valuable as those before it in the list, whose first is the chain's last. Not a
+  // use. What is gone is passed over.
+  virtual void refresh(std::span<const ExtentRef> last_first) = 0;
+  // Not evicted until then: for readers elsewhere, and for what somebody is about to read. Of one owner (0: nobody's)
+  // the latest time counts; it ends with the owner's session or unpin(). Lost with the worker. False: the extent is
+  // gone.
+  virtual bool hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner = 0) = 0;
+  virtual void unpin(ExtentRef extent, SessionId owner) = 0;
   virtual void sweep(int64_t now_ns) = 0;
 
   virtual DonorStats stats() const = 0;

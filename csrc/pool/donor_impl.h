@@ -44,7 +44,9 @@ class DonorImpl final : public Donor {
   Result<UniqueFd> slots_for_client(SessionId session) override;
   void end_session(SessionId session) override;
   void lose_session(SessionId session) override;
-  void hint_pin(ExtentRef extent, int64_t until_ns) override;
+  void refresh(std::span<const ExtentRef> last_first) override;
+  bool hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner) override;
+  void unpin(ExtentRef extent, SessionId owner) override;
   void sweep(int64_t now_ns) override;
 
   DonorStats stats() const override;
@@ -73,6 +75,8 @@ class DonorImpl final : public Donor {
   bool pinned(uint32_t index) const { return index < pin_mark_.size() && pin_mark_[index] == pin_epoch_; }
   bool fenced(uint32_t index) const;
   bool evictable(uint32_t index) const;
+  template <typename Pred>
+  void drop_hints(Pred over);
   // Changes the words, fences, scans once, then frees the extents or puts them into limbo.
   void retire(const std::vector<uint32_t>& extents);
   void destroy(uint32_t index);
@@ -93,8 +97,8 @@ class DonorImpl final : public Donor {
   std::map<SessionId, SessionState> sessions_;
   std::map<TxnId, std::vector<uint32_t>> open_;  // PREPARED extents by transaction
   std::vector<uint32_t> limbo_;
-  std::vector<uint32_t> parked_;  // pinned when eviction came by
-  std::unordered_map<uint32_t, int64_t> hints_;
+  std::vector<uint32_t> parked_;                                      // pinned when eviction came by
+  std::unordered_map<uint32_t, std::map<SessionId, int64_t>> hints_;  // by extent and owner: until when
   mutable std::vector<uint32_t> pin_mark_;
   mutable std::vector<uint32_t> pins_;  // indices marked by the last scan
   mutable uint32_t pin_epoch_ = 1;

@@ -115,7 +115,7 @@ Status DonorImpl::make_room(uint64_t nbytes) {
   uint64_t held = 0;
   for (uint32_t i : pins_)
     if (lru_.contains(i)) held += footprint(i);
-  for (const auto& [i, until_ns] : hints_)
+  for (const auto& [i, owners] : hints_)
     if (lru_.contains(i) && !pinned(i)) held += footprint(i);
   const uint64_t want = Allocator::footprint(nbytes);
   if (space_.ceiling_bytes() - space_.used_bytes() + lru_.nbytes() - held < want)
@@ -244,7 +244,16 @@ Result<UniqueFd> DonorImpl::slots_for_client(SessionId session) {
   return fd;
 }
 
+template <typename Pred>
+void DonorImpl::drop_hints(Pred over) {
+  for (auto it = hints_.begin(); it != hints_.end();) {
+    std::erase_if(it->second, over);
+    it = it->second.empty() ? hints_.erase(it) : std::next(it);
+  }
+}
+
 void DonorImpl::end_session(SessionId session) {
+  drop_hints([session](const auto& hint) { return hint.first == session; });
   const auto it = sessions_.find(session);
   if (it == sessions_.end()) return;
   const HeldSegment slots{SegmentRole::slots, session, it->second.slots};
@@ -272,15 +281,24 @@ bool DonorImpl::released(const SessionState& session) {
   return true;
 }
 
-void DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns) {
+bool DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner) {
   auto found = find(extent);
-  if (!found.is_ok() || !valid(*found)) return;  // gone: the reader finds out when it validates
-  int64_t& until = hints_[*found];
+  if (!found.is_ok() || !valid(*found)) return false;
+  int64_t& until = hints_[*found][owner];
   until = std::max(until, until_ns);
+  return true;
+}
+
+void DonorImpl::unpin(ExtentRef extent, SessionId owner) {
+  const auto found = find(extent);
+  const auto it = found.is_ok() ? hints_.find(*found) : hints_.end();
+  if (it == hints_.end()) return;
+  it->second.erase(owner);
+  if (it->second.empty()) hints_.erase(it);
 }
 
 void DonorImpl::sweep(int64_t now_ns) {
-  std::erase_if(hints_, [now_ns](const auto& hint) { return hint.second <= now_ns; });
+  drop_hints([now_ns](const auto& hint) { return hint.second <= now_ns; });
   std::vector<SessionId> over;
   for (const auto& [id, session] : sessions_)
     if (session.orphan && released(session)) over.push_back(id);

@@ -46,6 +46,15 @@ void Turnover::touch(uint32_t member) {
   append(member, class_of(node.uses));
 }
 
+void Turnover::refresh(uint32_t member, uint32_t uses) {
+  Node& node = nodes_[member];
+  node.last_use = ++now_;
+  node.uses = std::max(node.uses, uses);
+  if (node.list == kParked) return;
+  unlink(member);
+  append(member, class_of(node.uses));
+}
+
 void Turnover::remove(uint32_t member) {
   Node& node = nodes_[member];
   if (node.list != kParked) unlink(member);

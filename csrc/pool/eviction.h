@@ -30,6 +30,8 @@ class Turnover {
   // A member with a known past; call in order of last_use.
   void restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use);
   void touch(uint32_t member);
+  // As if used now, but not counted; at least as often as `uses`.
+  void refresh(uint32_t member, uint32_t uses);
   void remove(uint32_t member);                    // deleted: nothing is remembered
   void evict(uint32_t member, uint64_t key_hash);  // remove, and remember its uses
   std::optional<uint32_t> victim() const;          // least valuable of those not parked

@@ -31,8 +31,11 @@ enum Method : uint16_t {
   kEvicted,
   kLeave,
   kDrain = 230,
+  kPrefix,
+  kRefresh,
 };
 
+inline constexpr uint64_t kMaxPinMs = 3'600'000;
 inline constexpr const char* kMonitorRole = "monitor";  // of sessions that do not count as users
 inline constexpr uint64_t kInlineLimit = 16 * 1024;     // smaller values may ride inside the put
 inline constexpr size_t kMaxLabelBytes = 256;
@@ -416,6 +419,57 @@ struct LookupAnswer {
   template <typename Ar>
   void fields(Ar& ar) {
     ar(view)(entries, kMaxBatch);
+  }
+};
+
+struct PrefixCall {  // how many of a chain's keys are there
+  static constexpr const char* kName = "prefix";
+  uint64_t view = 0;
+  std::vector<LookupKey> keys;
+  SessionId session = 0;  // the caller's here: owner of the pins
+  uint64_t pin_ms = 0;    // what is counted and lies on the home's own donor is not evicted for so long
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(keys, kMaxBatch)(session)(pin_ms);
+  }
+};
+struct Replicas {
+  std::vector<ReplicaRef> at;  // one of each part at least
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(at, kMaxParts * 4);
+  }
+};
+struct PrefixAnswer {
+  static constexpr const char* kName = "prefix answer";
+  uint64_t view = 0;
+  std::vector<Replicas> found;  // of the keys before the first that is not there
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(found, kMaxBatch);
+  }
+};
+// Of a chain's extents on one donor, the chain's last first.
+struct RefreshCall {
+  static constexpr const char* kName = "refresh";
+  enum class Pins : uint8_t { keep = 0, pin, unpin };
+  uint64_t view = 0;
+  std::vector<ExtentRef> extents;
+  SessionId session = 0;
+  Pins pins = Pins::keep;
+  uint64_t pin_ms = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(extents, kMaxBatch)(session)(pins)(pin_ms);
+  }
+};
+constexpr auto last_value(RefreshCall::Pins) { return RefreshCall::Pins::unpin; }
+struct RefreshAnswer {
+  static constexpr const char* kName = "refresh answer";
+  std::vector<uint32_t> gone;  // positions in the list
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(gone, kMaxBatch);
   }
 };
 

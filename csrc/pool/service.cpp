@@ -92,6 +92,8 @@ void NodeServiceImpl::register_methods() {
   method(kKeys, &NodeServiceImpl::on_keys);
   method(kStat, &NodeServiceImpl::on_stat);
   method(kDrain, &NodeServiceImpl::on_drain);
+  method(kPrefix, &NodeServiceImpl::on_prefix);
+  method(kRefresh, &NodeServiceImpl::on_refresh);
   method(kJoin, &NodeServiceImpl::on_join);
   method(kAnnounce, &NodeServiceImpl::on_announce);
   method(kBeat, &NodeServiceImpl::on_beat);

@@ -3,6 +3,7 @@
 //   service.cpp          life cycle, client sessions, time
 //   service_put.cpp      reserve, give back, inline put, begin, commit, remove
 //   service_lookup.cpp   lookup, describe, keys, stat
+//   service_chains.cpp   what concerns chains of keys: prefix, refresh
 //   service_members.cpp  marks, and the leader's side of membership
 //   service_join.cpp     a member's side of membership (its own thread)
 #pragma once
@@ -102,6 +103,11 @@ class NodeServiceImpl final : public NodeService {
   Status readiness() const;
   void look_up(RequestId request);
   std::optional<Description> describe(ExtentRef extent, const std::string& key, bool use);
+
+  // service_chains.cpp
+  void on_prefix(const rpc::SessionPtr&, PrefixCall, ResponderPtr);
+  void on_refresh(const rpc::SessionPtr&, RefreshCall, ResponderPtr);
+  SessionId owner(const rpc::SessionPtr&, SessionId claimed) const;
 
   // service_members.cpp
   void on_join(const rpc::SessionPtr&, JoinRequest, ResponderPtr);

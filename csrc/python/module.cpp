@@ -17,6 +17,7 @@ NB_MODULE(_core, m) {
   bind_memory(m);
   bind_transfer(m);
   bind_pool(m);
+  bind_pool_chains(m);
   bind_topology(m);
   // Registered before the package's own: it runs after they have closed what is open.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&park_threads));

@@ -1,5 +1,7 @@
 // The pool's client. torch_mooncake/pool.py stands on it.
 
+#include "python/pool.h"
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
@@ -14,13 +16,6 @@ namespace {
 using pool::Client;
 using pool::ClientOptions;
 using pool::ObjectPtr;
-
-struct PyClient : Held<Client> {
-  using Held::Held;
-};
-struct PyObjectInfo : Held<pool::Object> {
-  using Held::Held;
-};
 
 using VersionPair = std::pair<uint64_t, uint64_t>;
 VersionPair pair_of(const pool::Version& v) { return {v.view, v.counter}; }

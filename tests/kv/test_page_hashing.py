@@ -1,10 +1,11 @@
 """Two prompts share a page's name exactly when they share everything up to its end."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_mooncake.kv import page_hashes, root_hash
+from torch_mooncake.kv import hash_name, hash_of_name, page_hashes, root_hash
 
 ROOT = root_hash(model="m", fingerprint="f")
 tokens = st.lists(st.integers(0, 50_000), max_size=70)
@@ -56,3 +57,29 @@ def test_page_size_below_one_is_refused():
 
 
 GOLDEN = "523ca6798780a4ca603636e4841813b6"
+
+
+def test_xxh3_is_a_chain_of_its_own():
+    import xxhash
+
+    tokens = list(range(8))
+    first, second = page_hashes(ROOT, tokens, 4, "xxh3")
+    page = np.arange(8, dtype="<i8").tobytes()
+    assert first == xxhash.xxh3_128(ROOT + page[:32]).digest()
+    assert second == xxhash.xxh3_128(first + page[32:]).digest()
+    assert set(page_hashes(ROOT, tokens, 4)).isdisjoint((first, second))
+    with pytest.raises(ValueError, match="algorithm"):
+        page_hashes(ROOT, tokens, 4, "md5")
+
+
+@given(
+    st.one_of(st.binary(min_size=1, max_size=128), st.integers(-(1 << 300), 1 << 300), st.text(min_size=1, max_size=30))
+)
+def test_names_keep_hashes_and_their_types(page_hash):
+    name = hash_name(page_hash)
+    back = hash_of_name(name)
+    assert (back, type(back)) == (page_hash, type(page_hash))
+    assert "/" not in name
+    for wrong in ("", "x", "b", "bABC0", "b0", "i1.5", "i 1", "s", "s/"):
+        with pytest.raises(ValueError):
+            hash_of_name(wrong)

@@ -1,11 +1,16 @@
 """Prefix reuse: what is found is the longest leading run, and its bytes are those that were stored."""
 
+import random
+import time
+
 import pytest
 import torch
 from caches import LAYERS, SIZE, decode_cache, prefill_cache
 
 import torch_mooncake as tm
-from torch_mooncake.kv import PoolKV
+from torch_mooncake import _core
+from torch_mooncake.kv import PagedKV, PoolKV, hash_name
+from torch_mooncake.kv.pool_kv import PageKey, page_meta
 
 PROMPT = list(range(100, 100 + 5 * SIZE + 2))  # five full pages and two tokens
 
@@ -75,3 +80,121 @@ def test_what_is_no_page_is_corrupt(sides, pool):
     with pytest.raises(tm.Corrupt, match="not a page of shape"):
         load.get_pages(keys, [0, 1, 2, 3, 4])
     assert target.layers[0].eq(-1).all()
+
+
+def test_hashes_of_other_programs_are_taken_as_they_are(pool, sides):
+    _, load, source, target = sides
+    kv = pool.kv("m", source)
+    hashes = [b"\x00" * 32, 17, -5, 1 << 255, "a/b ü", b"\xff"]
+    assert kv.put_pages(hashes, [0, 1, 2, 3, 4, 5]) == 6
+    assert load.match_prefix(hashes) == load.get_pages(hashes, [5, 4, 3, 2, 1, 0]) == 6
+    assert torch.equal(target.layers[1][[5, 4, 3, 2, 1, 0]], source.layers[1][:6])
+    assert {PageKey.parse(key).page_hash for key in pool.keys("kv/")} == set(hashes)
+    assert {type(h) for h in hashes} == {bytes, int, str}
+    assert len({kv.key(h) for h in (17, "17", b"17", b"\x17")}) == 4  # a hash's type is part of it
+    for wrong in (True, 1.5, None, b"", "", b"x" * 129):
+        with pytest.raises(tm.InvalidArgument):
+            kv.key(wrong)
+
+
+def test_pinned_pages_stay_while_the_pool_is_filled(pool, sides):
+    store, load, _, _ = sides
+    hashes = store.page_hashes(PROMPT)
+    store.put_pages(hashes, [0, 1, 2, 3, 4])
+    assert store.match_prefix([*hashes, b"no"], pin_s=60) == 5
+    for i in range(80):
+        pool.put(f"other/{i}", torch.zeros(4 << 20, dtype=torch.uint8))
+    assert len(pool.keys("other/")) < 64
+    assert load.get_pages(hashes, [0, 1, 2, 3, 4]) == 5
+    store.release(hashes)
+    for i in range(250):  # more turnovers than its few uses are worth
+        pool.put(f"more/{i}", torch.zeros(4 << 20, dtype=torch.uint8))
+    assert load.match_prefix(hashes) == 0
+    with pytest.raises(tm.InvalidArgument, match="pin_s"):
+        store.match_prefix(hashes, pin_s=1e9)
+
+
+def test_pins_end_with_their_owner(pool, sides, child):
+    store, _, _, _ = sides
+    keys = store.page_keys(PROMPT)
+    store.put_pages(keys, [0, 1, 2, 3, 4])
+    other = child()
+    code = "import time, torch_mooncake as tm; from torch_mooncake import _core\n"
+    code += "result = _core.match_prefix(tm.init()._client(2**62), keys, 3_000_000, 2**62)"
+    assert other(code, keys=keys) == 5
+    other.kill()
+    time.sleep(1)
+    for i in range(250):
+        pool.put(f"more/{i}", torch.zeros(4 << 20, dtype=torch.uint8))
+    assert store.match_prefix(keys) == 0
+
+
+def test_a_page_that_follows_another_is_corrupt(pool, sides):
+    store, load, _, _ = sides
+    a, b, c = b"a", b"b", b"c"
+    store.put_pages([a, b], [0, 1])
+    store.put_pages([c], [2], parent=b)
+    assert load.get_pages([a, b, c], [0, 1, 2]) == 3
+    with pytest.raises(tm.Corrupt, match="follows page"):
+        load.get_pages([a, c], [0, 1])
+
+
+def test_tokens_are_kept_beside_a_page(pool, sides):
+    store, _, _, _ = sides
+    hashes = store.page_hashes(PROMPT)
+    store.put_pages(hashes, [0, 1, 2, 3, 4], token_ids=PROMPT)
+    meta = page_meta(pool.info(store.key(hashes[1])).meta)
+    assert meta.token_ids() == PROMPT[SIZE : 2 * SIZE]
+    assert (meta.block_size, meta.parent) == (SIZE, hash_name(hashes[0]))
+    with pytest.raises(tm.InvalidArgument, match="tokens"):
+        store.put_pages(hashes, [0, 1, 2, 3, 4], token_ids=PROMPT[:3])
+    with pytest.raises(tm.OutOfBounds):
+        store.put_pages([b"new"], [99])
+
+
+def churn(pool, seed):
+    """Prompts that share prefixes, stored and loaded at random in a pool that holds a fraction of them: whatever page
+    is there, the page before it is."""
+    rng = random.Random(seed)
+    layers = [torch.zeros(64, 2, SIZE, 4, 1 << 14, dtype=torch.float16)]  # 1 MiB a page
+    kv = pool.kv("m", PagedKV(layers))
+    assert kv.page_nbytes == 1 << 20
+    prompts = set()
+    for _ in range(250):
+        path = ()
+        for _ in range(rng.randint(1, 24)):
+            path += (rng.randint(0, 2),)
+        prompts.add(path)
+    prompts = sorted(prompts)
+    nodes = sorted({p[: i + 1] for p in prompts for i in range(len(p))})
+    assert len(nodes) > 4 * 256
+    names = {node: b"%d" % i for i, node in enumerate(nodes)}
+    for step in range(120):
+        prompt = prompts[min(len(prompts) - 1, int(rng.expovariate(0.03)))]
+        chain = [names[prompt[: i + 1]] for i in range(len(prompt))]
+        n = kv.get_pages(chain, list(range(len(chain))))
+        if n < len(chain):
+            kv.put_pages(chain[n:], list(range(len(chain) - n)), parent=chain[n - 1] if n else None)
+        if step % 20 == 19:
+            here = dict(zip(nodes, pool.exists([kv.key(names[node]) for node in nodes]), strict=True))
+            orphans = [node for node in nodes if here[node] and len(node) > 1 and not here[node[:-1]]]
+            assert not orphans, "orphans"
+    assert pool.stat()["nodes"][0]["evictions"] > 200
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parents_outlive_children(pool, seed):
+    churn(pool, seed)
+
+
+def test_without_the_refresh_children_would_stay_behind(pool, monkeypatch):
+    """That the property above can fail: with what keeps it left out, it does."""
+    for name in ("refresh_objects", "refresh_keys"):
+        monkeypatch.setattr(_core, name, lambda *args: None)
+
+    def runs():
+        for seed in range(3):
+            churn(pool, seed)
+
+    with pytest.raises(AssertionError, match="orphans"):
+        runs()

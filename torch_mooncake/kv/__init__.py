@@ -6,7 +6,7 @@ receiver = KVReceiver(engine, kv, PageAllocator(n)) # decode side: hands out tic
 sender = KVSender(engine, kv)                       # prefill side: takes them and pushes layer by layer
 """
 
-from torch_mooncake.kv.hashing import page_hashes, root_hash
+from torch_mooncake.kv.hashing import hash_name, hash_of_name, page_hashes, root_hash
 from torch_mooncake.kv.layout import PagedKV, PagedKVLayout
 from torch_mooncake.kv.pages import PageAllocator
 from torch_mooncake.kv.pool_kv import PoolKV, PoolKVStats
@@ -24,6 +24,8 @@ __all__ = [
     "PoolKVStats",
     "PrefillSession",
     "PushResult",
+    "hash_name",
+    "hash_of_name",
     "page_hashes",
     "root_hash",
 ]

@@ -5,13 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, unquote
 
-import torch
+import msgspec
+import numpy as np
 
-from torch_mooncake.errors import Corrupt
-from torch_mooncake.kv.hashing import page_hashes, root_hash
+from torch_mooncake import context
+from torch_mooncake.clock import deadline_ns
+from torch_mooncake.errors import Corrupt, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, hash_of_name, page_hashes, root_hash
 from torch_mooncake.kv.layout import PagedKV
+from torch_mooncake.tensors import Decoded, Tensor, describe_tensor
+
+if TYPE_CHECKING:
+    from torch_mooncake.pool import Pool
+
+PREFIX = "kv/"
+_PIN_S = 10.0  # what a put holds its prefix with, at most
 
 
 @dataclass
@@ -27,70 +39,245 @@ class PoolKVStats:
     stores_refused: int = 0  # counted by callers that go on without storing
 
 
+class PageKey(NamedTuple):
+    """What a page's key says: ``kv/<namespace>/<fingerprint of the layout>/<hash>``."""
+
+    namespace: str
+    fingerprint: str
+    page_hash: PageHash
+
+    @classmethod
+    def parse(cls, key: str) -> PageKey | None:
+        """None: not a page's key."""
+        parts = key.split("/")
+        if len(parts) != 4 or parts[0] + "/" != PREFIX:
+            return None
+        try:
+            return cls(unquote(parts[1]), parts[2], hash_of_name(parts[3]))
+        except (ValueError, InvalidArgument):
+            return None
+
+
+class PageMeta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is stored beside a page, as the object's ``meta``."""
+
+    block_size: int  # tokens
+    parent: str | None = None  # name of the hash of the page before, see hash_name
+    tokens: bytes | None = None  # int64, little endian
+
+    def token_ids(self) -> list[int] | None:
+        return None if self.tokens is None else np.frombuffer(self.tokens, "<i8").tolist()
+
+
+def page_meta(user: dict[str, Any] | None) -> PageMeta | None:
+    """None if ``user`` (an object's ``meta``) is not a page's."""
+    try:
+        return msgspec.convert(user, PageMeta)
+    except msgspec.ValidationError:
+        return None
+
+
 class PoolKV:
-    """Pages of one model and one cache layout in the pool.
+    """Pages of one model and one cache layout in the pool: ``pool.kv("llama", kv)``.
 
-    `pool` is a `torch_mooncake.Pool` or the module itself (its default pool). A page of all layers is one object
-    under `kv/<hash>`; the hash names its content, so a key is written once, never replaced, and the same page
-    computed by two workers is stored once. Keys of another model, layout or `cache_salt` cannot meet these: all three
-    are in the hash.
+    A page of all layers is one object. Its hash names its content, so a key is written once, never replaced, and the
+    same page computed by two workers is stored once. Bytes go straight between the cache and the pool's memory, all
+    layers of all pages in one call. A namespace should name everything that decides a page's content and is not in the
+    hashes: the model and its weights; pages of another layout cannot be met (its fingerprint is in the key).
 
-    Thread safety: calls may run in parallel as long as their pages differ; `stats` are counted without a lock.
-    Errors: those of the pool's verbs; on an error during a load the pages' content is unspecified.
+    *Hashes*: bytes (ours from ``page_hashes``, vLLM's), int or str (SGLang's), each naming all tokens up to its page's
+    end; a list of them is a prompt, from its first page on. Keys (``page_keys``) are taken as well.
+
+    *Eviction* takes a chain from its end: a parent stays at least as long as its children, if all users go through this
+    class and pages have 32 KiB or more.
+
+    ``pool`` is a ``Pool`` or the module itself (its default pool). Thread safety: calls may run in parallel as long as
+    their pages differ; `stats` are counted without a lock. Errors: those of the pool's verbs; on an error during a load
+    the pages' content is unspecified. Caches are on the CPU; Unsupported otherwise.
     """
 
     def __init__(self, pool: Any, kv: PagedKV, *, model: str) -> None:
-        self._pool = pool
+        if any(layer.device.type != "cpu" for layer in kv.layers):
+            raise Unsupported("pages go to the pool from caches on the CPU only")
+        self._given = pool
         self._kv = kv
-        self._model = model
+        self.namespace = model
         self._fingerprint = kv.layout.fingerprint()
+        self._prefix = f"{PREFIX}{quote(model, safe='')}/{self._fingerprint}/"
+        self._leaf = describe_tensor(kv.layers[0].dtype, kv.page_shape)
+        self._layers = [(layer.data_ptr(), layer.stride(0) * layer.element_size()) for layer in kv.layers]
+        self._sizes = (kv.layout.page_nbytes, kv.layout.num_pages)
         self.stats = PoolKVStats()
 
+    # --- names ---
+
+    def page_hashes(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", algorithm: Algorithm = "blake2b"
+    ) -> list[bytes]:
+        """Hashes of the full pages of ``token_ids``, in order."""
+        root = root_hash(model=self.namespace, fingerprint=self._fingerprint, cache_salt=cache_salt)
+        return page_hashes(root, token_ids, self._kv.layout.page_size, algorithm)
+
     def page_keys(self, token_ids: Sequence[int], *, cache_salt: str = "") -> list[str]:
-        """Keys of the full pages of `token_ids`, in order."""
-        root = root_hash(model=self._model, fingerprint=self._fingerprint, cache_salt=cache_salt)
-        return [f"kv/{digest.hex()}" for digest in page_hashes(root, token_ids, self._kv.layout.page_size)]
+        """Keys of the full pages of ``token_ids``, in order."""
+        return [self.key(digest) for digest in self.page_hashes(token_ids, cache_salt=cache_salt)]
 
-    def match_prefix(self, keys: Sequence[str]) -> int:
-        """How many leading keys are in the pool now. A hint: a page may be evicted before it is read."""
-        present = self._pool.exists(list(keys)) if keys else []
-        return next((index for index, found in enumerate(present) if not found), len(present))
+    def key(self, page_hash: PageHash) -> str:
+        """The pool's key of a page; a key of this namespace and layout is returned as it is."""
+        if isinstance(page_hash, str) and page_hash.startswith(self._prefix):
+            return page_hash
+        return self._prefix + hash_name(page_hash)
 
-    def get_pages(self, keys: Sequence[str], pages: Sequence[int], *, timeout: float = 30) -> int:
-        """Loads the longest leading run of `keys` that the pool has into the cache's `pages`; returns its length.
+    # --- pages ---
 
-        Values are read where they lie (on one host they are never copied on the way) and scattered to all layers.
+    def match_prefix(self, hashes: Sequence[PageHash], *, pin_s: float = 0, timeout: float | None = 30) -> int:
+        """How many of ``hashes``, from the first on, are in the pool now: one question that ends at the first miss.
+
+        With ``pin_s`` (at most an hour) those are not evicted for so long: until ``release``, or the pool is closed.
+        Without, a page may be gone before it is read. Not a use: only ``get_pages`` is.
         """
-        if not keys:
+        from torch_mooncake import _core
+
+        if not 0 <= pin_s <= _core.MAX_PIN_MS / 1000:
+            raise InvalidArgument(f"pin_s is 0 to {_core.MAX_PIN_MS // 1000} seconds, not {pin_s!r}")
+        if not hashes:
+            return 0
+        deadline = deadline_ns(timeout)
+        return _core.match_prefix(self._client(deadline), self._keys(hashes), int(pin_s * 1000), deadline)
+
+    def release(self, hashes: Sequence[PageHash], *, timeout: float | None = 30) -> None:
+        """End what ``match_prefix(pin_s=)`` of this pool's client has pinned of ``hashes``."""
+        from torch_mooncake import _core
+
+        deadline = deadline_ns(timeout)
+        if hashes:
+            _core.refresh_keys(self._client(deadline), self._keys(hashes), True, deadline)
+
+    def get_pages(self, hashes: Sequence[PageHash], pages: Sequence[int], *, timeout: float | None = 30) -> int:
+        """Loads the longest leading run of ``hashes`` that the pool has into the cache's ``pages``; returns its length.
+
+        Counts as a use of each page, last page first. Corrupt: what lies under a key is not such a page, or says that
+        another page comes before it; then nothing of the cache was written.
+        """
+        from torch_mooncake import _core
+
+        if len(pages) < len(hashes):
+            raise InvalidArgument(f"{len(hashes)} hashes, but {len(pages)} pages")
+        if not hashes:
             return 0
         started = time.perf_counter()
-        values = self._pool.get_many(list(keys), missing="mask", readonly=True, timeout=timeout)
-        count = next((index for index, value in enumerate(values) if value is None), len(values))
-        expected = self._kv.page_shape
-        for key, value in zip(keys[:count], values[:count], strict=True):
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != expected:
-                raise Corrupt(f"{key} holds {getattr(value, 'shape', type(value))}, not a page of shape {expected}")
-        self._kv.scatter(pages[:count], values[:count])
+        deadline = deadline_ns(timeout)
+        client, keys = self._client(deadline), self._keys(hashes)
+        found: list[Any] = []
+        for key, item in zip(keys, client.locate_many(keys, deadline), strict=True):
+            if isinstance(item, KeyNotFound):
+                break
+            if isinstance(item, Exception):
+                raise item
+            self._check(key, item, keys[len(found) - 1] if found else None)
+            found.append(item)
+        ids = self._kv.layout.page_ids(pages[: len(found)]).tolist()
+        count = _core.read_pages(client, found, self._layers, *self._sizes, ids, deadline)
+        if count:
+            _core.refresh_objects(client, found[:count], False, deadline)
         self.stats.load_s += time.perf_counter() - started
         self.stats.pages_loaded += count
-        self.stats.bytes_loaded += sum(value.nbytes for value in values[:count])
+        self.stats.bytes_loaded += count * self.page_nbytes
         return count
 
-    def put_pages(self, keys: Sequence[str], pages: Sequence[int], *, timeout: float = 30) -> int:
-        """Stores the cache's `pages` under `keys`, those that are not there yet; returns how many were new."""
-        if not keys:
+    def put_pages(
+        self,
+        hashes: Sequence[PageHash],
+        pages: Sequence[int],
+        *,
+        parent: PageHash | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout: float | None = 30,
+    ) -> int:
+        """Stores the cache's ``pages`` under ``hashes``, those that are not there yet; returns how many were new.
+
+        ``hashes`` are consecutive pages of one prompt; ``parent`` is the hash of the page before the first, None if the
+        prompt begins with it. ``token_ids``: all tokens of these pages, kept beside them for KV events.
+        A full pool raises PoolFull: what was stored before stays, and is of no use without the pages before it.
+        """
+        from torch_mooncake import _core
+
+        size = self._kv.layout.page_size
+        if len(pages) < len(hashes):
+            raise InvalidArgument(f"{len(hashes)} hashes, but {len(pages)} pages")
+        if token_ids is not None and len(token_ids) < len(hashes) * size:
+            raise InvalidArgument(f"{len(hashes)} pages of {size} tokens, but {len(token_ids)} tokens")
+        if not hashes:
             return 0
         started = time.perf_counter()
-        present = self._pool.exists(list(keys))
+        deadline = deadline_ns(timeout)
+        client, keys = self._client(deadline), self._keys(hashes)
+        chain = keys if parent is None else [self.key(parent), *keys]
+        # What comes before must not go while this is written.
+        pin_ms = int(1000 * min(_PIN_S, _PIN_S if timeout is None else timeout))
+        there = max(0, _core.match_prefix(client, chain, pin_ms, deadline) - (len(chain) - len(keys)))
+        present = [True] * there + client.exists(keys[there:], deadline)
         absent = [index for index, found in enumerate(present) if not found]
-        values = self._kv.gather([pages[index] for index in absent])
-        results = self._pool.put_many(
-            {keys[index]: value for index, value in zip(absent, values.unbind(0), strict=True)},
-            sealed=True,
-            timeout=timeout,
-        )
-        stored = sum(result.stored for result in results.values())
+        ids = self._kv.layout.page_ids(pages[: len(hashes)]).tolist()
+        metas = self._metas(chain, len(chain) - len(keys), absent, token_ids)
+        absent.reverse()  # the last page first: should room run out, the first ones push it out, not the other way
+        metas.reverse()
+        try:
+            outcomes = _core.put_pages(
+                client,
+                [keys[index] for index in absent],
+                metas,
+                self._layers,
+                *self._sizes,
+                [ids[index] for index in absent],
+                deadline,
+            )
+        finally:
+            _core.refresh_keys(client, chain, True, max(deadline, deadline_ns(2)))
+        stored = sum(outcome is True for outcome in outcomes)
         self.stats.store_s += time.perf_counter() - started
         self.stats.pages_stored += stored
-        self.stats.bytes_stored += sum(result.nbytes for result in results.values() if result.stored)
+        self.stats.bytes_stored += stored * self.page_nbytes
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
         return stored
+
+    @property
+    def page_nbytes(self) -> int:
+        """Of one page, all layers."""
+        return len(self._layers) * self._kv.layout.page_nbytes
+
+    # --- inside ---
+
+    def _client(self, deadline: int) -> Any:
+        pool: Pool = context.default() if isinstance(self._given, ModuleType) else self._given
+        return pool._client(deadline)
+
+    def _keys(self, hashes: Sequence[PageHash]) -> list[str]:
+        return [self.key(page_hash) for page_hash in hashes]
+
+    def _metas(self, chain: list[str], first: int, absent: list[int], token_ids: Sequence[int] | None) -> list[bytes]:
+        size = self._kv.layout.page_size
+        tokens = None if token_ids is None else np.asarray(token_ids, dtype="<i8")
+        out = []
+        for index in absent:
+            before = chain[first + index - 1] if first + index else None
+            user: dict[str, Any] = {"block_size": size}
+            if before is not None:
+                user["parent"] = before.rpartition("/")[2]
+            if tokens is not None:
+                user["tokens"] = tokens[index * size : (index + 1) * size].tobytes()
+            out.append(self._leaf(user))
+        return out
+
+    def _check(self, key: str, found: Any, before: str | None) -> None:
+        """That the object is a page of this layout, and follows ``before``."""
+        described = Decoded(found.meta, found.nbytes, lambda offset, nbytes: b"")
+        root, layer = described.root, self._kv.layers[0]
+        shape, dtype = self._kv.page_shape, str(layer.dtype).removeprefix("torch.")
+        if not isinstance(root, Tensor) or root.shape != shape or root.dtype != dtype or root.offset != 0:
+            raise Corrupt(f"{key} holds {root}, not a page of shape {shape} and dtype {dtype}")
+        meta = page_meta(described.user)
+        if before is not None and meta is not None and meta.parent not in (None, before.rpartition("/")[2]):
+            raise Corrupt(f"{key} says that it follows page {meta.parent}, not {before}")

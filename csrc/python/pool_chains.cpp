@@ -1,0 +1,82 @@
+// Chains of keys and pages of paged caches. torch_mooncake/kv/pool_kv.py stands on it.
+#include <nanobind/stl/pair.h>
+
+#include "pool/kv_pages.h"
+#include "pool/messages.h"
+#include "python/pool.h"
+
+namespace torch_mooncake::python {
+
+namespace {
+
+using pool::ObjectPtr;
+using pool::PagedMemory;
+using Layers = std::vector<std::pair<uint64_t, uint64_t>>;
+
+PagedMemory paged(const Layers& layers, uint64_t page_nbytes, uint64_t num_pages) {
+  PagedMemory memory;
+  memory.page_nbytes = page_nbytes;
+  memory.num_pages = num_pages;
+  for (const auto& [address, stride] : layers) memory.layers.push_back({reinterpret_cast<std::byte*>(address), stride});
+  return memory;
+}
+
+std::vector<ObjectPtr> objects_of(nb::sequence objects) {
+  std::vector<ObjectPtr> out;
+  for (nb::handle object : objects) out.push_back(nb::cast<PyObjectInfo&>(object).get());
+  return out;
+}
+
+nb::list put_pages(PyClient& client, std::vector<std::string> keys, std::vector<nb::bytes> metas, Layers layers,
+                   uint64_t page_nbytes, uint64_t num_pages, std::vector<int64_t> pages, int64_t deadline_ns) {
+  std::vector<std::string> descriptions;
+  for (const nb::bytes& meta : metas) descriptions.emplace_back(meta.c_str(), meta.size());
+  const PagedMemory memory = paged(layers, page_nbytes, num_pages);
+  const auto outcomes = without_gil(
+      [&] { return pool::put_pages(*client.get(), keys, descriptions, memory, pages, deadline_at(deadline_ns)); });
+  nb::list out;
+  for (const auto& outcome : outcomes)
+    out.append(outcome.is_ok() ? nb::object(nb::bool_(outcome->stored)) : make_exception(outcome.status()));
+  return out;
+}
+
+}  // namespace
+
+void bind_pool_chains(nb::module_& m) {
+  m.attr("MAX_PIN_MS") = pool::kMaxPinMs;
+  m.def(
+      "match_prefix",
+      [](PyClient& c, std::vector<std::string> keys, uint64_t pin_ms, int64_t deadline_ns) {
+        return unwrap(without_gil([&] { return c->match_prefix(keys, pin_ms, deadline_at(deadline_ns)); }));
+      },
+      nb::arg("client"), nb::arg("keys"), nb::arg("pin_ms"), nb::arg("deadline_ns"));
+  m.def(
+      "refresh_keys",
+      [](PyClient& c, std::vector<std::string> keys, bool unpin, int64_t deadline_ns) {
+        check(without_gil([&] { return c->refresh_chain(keys, unpin, deadline_at(deadline_ns)); }));
+      },
+      nb::arg("client"), nb::arg("keys"), nb::arg("unpin"), nb::arg("deadline_ns"));
+  m.def(
+      "refresh_objects",
+      [](PyClient& c, nb::sequence objects, bool unpin, int64_t deadline_ns) {
+        const auto list = objects_of(objects);
+        check(without_gil([&] { return c->refresh_chain(list, unpin, deadline_at(deadline_ns)); }));
+      },
+      nb::arg("client"), nb::arg("objects"), nb::arg("unpin"), nb::arg("deadline_ns"));
+  m.def("put_pages", &put_pages, nb::arg("client"), nb::arg("keys"), nb::arg("metas"), nb::arg("layers"),
+        nb::arg("page_nbytes"), nb::arg("num_pages"), nb::arg("pages"), nb::arg("deadline_ns"),
+        "layers: (address, stride in bytes) of each. For each key whether it was stored, or an exception.");
+  m.def(
+      "read_pages",
+      [](PyClient& c, nb::sequence objects, Layers layers, uint64_t page_nbytes, uint64_t num_pages,
+         std::vector<int64_t> pages, int64_t deadline_ns) {
+        const auto list = objects_of(objects);
+        const PagedMemory memory = paged(layers, page_nbytes, num_pages);
+        return unwrap(
+            without_gil([&] { return pool::read_pages(*c.get(), list, memory, pages, deadline_at(deadline_ns)); }));
+      },
+      nb::arg("client"), nb::arg("objects"), nb::arg("layers"), nb::arg("page_nbytes"), nb::arg("num_pages"),
+      nb::arg("pages"), nb::arg("deadline_ns"), "How many were read before the first that was gone.");
+}
+
+}  // namespace torch_mooncake::python

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from torch_mooncake.events import Subscription
     from torch_mooncake.kv import PagedKV, PoolKV
 
 MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "<raise KeyNotFound>"})()
@@ -377,6 +378,12 @@ class Pool:
         from torch_mooncake.kv import PoolKV
 
         return PoolKV(self, cache, model=namespace)
+
+    def subscribe(self, prefix: str = "") -> Subscription:
+        """What becomes of the keys that start with ``prefix``, from now on, beginning with those that are there."""
+        from torch_mooncake.events import Subscription
+
+        return Subscription(self, prefix)
 
     # --- the rest ---
 

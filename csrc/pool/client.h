@@ -77,6 +77,20 @@ struct MappedObject {
   bool zero_copy = false;  // false: small, over budget, or remote: a private copy
 };
 
+// What has become of keys; see Client::events.
+struct KeyEvents {
+  struct Event {
+    Id128 hash{};     // Client::key_hash of the key
+    std::string key;  // empty if it went
+    bool there = false;
+    Kind kind = Kind::named;
+    Version version;
+  };
+  uint64_t stream = 0, last = 0;
+  bool anew = false;
+  std::vector<Event> events;
+};
+
 struct PoolStats {
   struct Node {
     NodeId id;
@@ -130,6 +144,13 @@ class TM_API Client {
   virtual Status drain(Deadline deadline) = 0;
   // Batches: one call, per-key outcome. Same order as the keys.
   virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
+
+  // The events after number `after` of `stream` (of the answer before; 0 at first): keys with this prefix that are
+  // there now, and any key that went. Returns when there are some, or without any after `wait_ms`. `anew`: some are
+  // missing; whoever looks at all keys now and goes on from `last` misses nothing.
+  virtual Result<KeyEvents> events(uint64_t stream, uint64_t after, std::string_view prefix, uint32_t wait_ms,
+                                   Deadline deadline) = 0;
+  virtual Result<Id128> key_hash(std::string_view key) = 0;  // by the seed of the view; a new home has another
 
   // Chains: keys of which each makes sense only with all before it, as the pages of a prompt do.
   // How many of the keys, from the first on, are there. With pin_ms, those are not evicted for so long (of this client:

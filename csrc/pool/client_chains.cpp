@@ -1,5 +1,6 @@
-// match_prefix and refresh_chain: the home says what is there, the donors pin and refresh what they hold.
+// match_prefix and refresh_chain: the home says what is there, the donors pin and refresh what they hold. Events.
 #include <algorithm>
+#include <cstring>
 
 #include "pool/client_impl.h"
 
@@ -106,6 +107,37 @@ Status ClientImpl::refresh_chain(std::span<const ObjectPtr> objects, bool unpin,
   RefreshCall shape;
   if (unpin) shape.pins = RefreshCall::Pins::unpin;
   return refresh(places, shape, deadline).status();
+}
+
+// --- events ---
+
+Result<KeyEvents> ClientImpl::events(uint64_t stream, uint64_t after, std::string_view prefix, uint32_t wait_ms,
+                                     Deadline deadline) {
+  TM_TRY(usable());
+  auto answer = with_retries(deadline, [&]() -> Result<EventsAnswer> {
+    TM_TRY(refresh_view(deadline));  // whose seed is that of the hashes
+    TM_ASSIGN(auto node, home(deadline));
+    TM_ASSIGN(const View now, view());
+    EventsCall call;
+    call.view = now.number;
+    call.stream = stream;
+    call.after = after;
+    call.prefix = prefix;
+    call.timeout_ms = wait_ms;
+    return node->call<EventsAnswer>(kEvents, call, deadline);
+  });
+  if (!answer.is_ok()) return answer.status();
+  KeyEvents out{answer->stream, answer->last, answer->anew, {}};
+  for (KeyEvent& e : answer->events) out.events.push_back({e.hash, std::move(e.key), e.there, e.kind, e.version});
+  return out;
+}
+
+Result<Id128> ClientImpl::key_hash(std::string_view key) {
+  TM_ASSIGN(const View now, view());
+  const KeyHash hash = hash_key(key, now.seed);
+  Id128 out;
+  std::memcpy(out.data(), hash.data(), sizeof out);
+  return out;
 }
 
 }  // namespace torch_mooncake::pool

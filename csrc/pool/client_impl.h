@@ -52,6 +52,9 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<PoolStats> stat(Deadline deadline, bool here) override;
   Status drain(Deadline deadline) override;
   std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;
+  Result<KeyEvents> events(uint64_t stream, uint64_t after, std::string_view prefix, uint32_t wait_ms,
+                           Deadline deadline) override;
+  Result<Id128> key_hash(std::string_view key) override;
   Result<size_t> match_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline) override;
   Status refresh_chain(std::span<const std::string> keys, bool unpin, Deadline deadline) override;
   Status refresh_chain(std::span<const ObjectPtr> objects, bool unpin, Deadline deadline) override;

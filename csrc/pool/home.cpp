@@ -141,6 +141,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
   }
   if (call.head.parts == 1) {
     Op op;
+    if (observed_) op.key = call.head.key;
     op.requests = {request};
     op.kind = call.head.kind;
     op.if_exists = call.if_exists;
@@ -158,6 +159,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
   if (group.have.count(call.head.part))
     return refuse({Code::key_exists, "part " + std::to_string(call.head.part) + " was written by another writer"});
   if (group.have.empty()) {
+    if (observed_) group.op.key = call.head.key;
     group.op.kind = call.head.kind;
     group.op.if_exists = call.if_exists;
     group.op.txn = call.head.txn;
@@ -320,7 +322,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     send(hash, spot.donor, make_mark(is_whole ? Mark::What::finalize : Mark::What::supersede, hash, spot.extent),
          false);
   if (is_whole) {
-    set_entry(hash, std::move(entry));
+    set_entry(hash, std::move(entry), std::move(op.key));
   } else {
     erase_entry(hash);  // evicted already, or lost with its donor
   }
@@ -436,17 +438,28 @@ void Home::lost(const KeyHash& hash) {
 
 // --- entries ---
 
-void Home::set_entry(const KeyHash& hash, Entry entry) {
-  erase_entry(hash);
+void Home::observe(bool on) {
+  observed_ = on;
+  if (!on) changes_.clear();
+}
+
+void Home::set_entry(const KeyHash& hash, Entry entry, std::string key) {
+  forget_entry(hash);
+  if (observed_) changes_.push_back({hash, std::move(key), true, entry.kind, entry.version});
   if (entry.expires_ns != INT64_MAX) expiries_.emplace(entry.expires_ns, hash);
   entries_[hash] = std::move(entry);
 }
 
 void Home::erase_entry(const KeyHash& hash) {
+  if (forget_entry(hash) && observed_) changes_.push_back({hash, {}, false, {}, {}});
+}
+
+bool Home::forget_entry(const KeyHash& hash) {
   const auto it = entries_.find(hash);
-  if (it == entries_.end()) return;
+  if (it == entries_.end()) return false;
   if (it->second.expires_ns != INT64_MAX) expiries_.erase({it->second.expires_ns, hash});
   entries_.erase(it);
+  return true;
 }
 
 void Home::expire() {

@@ -57,6 +57,14 @@ struct RemoveDone {
 struct Ready {  // a watched key may be looked up now
   RequestId request = 0;
 };
+// What find() says of a key has changed.
+struct Change {
+  KeyHash hash{};
+  std::string key;  // of one that is there now; empty if the home knows only its hash
+  bool there = false;
+  Kind kind = Kind::named;
+  Version version;
+};
 using HomeAction = std::variant<SendMark, CommitDone, RemoveDone, Ready>;
 
 struct Found {
@@ -114,6 +122,10 @@ class TM_API Home {
   void mark_done(MarkId id, const Status& status);
   void tick(int64_t now_ns);
 
+  // With `on`, changes are kept for take_changes(), in their order.
+  void observe(bool on);
+  std::vector<Change> take_changes() { return std::exchange(changes_, {}); }
+
   std::vector<HomeAction> take_actions() { return std::exchange(actions_, {}); }
   uint64_t keys() const { return entries_.size(); }
   bool idle() const { return busy_.empty() && groups_.empty(); }
@@ -153,6 +165,7 @@ class TM_API Home {
   };
   struct Op {
     enum class What : uint8_t { put, remove, expire, repair } what = What::put;
+    std::string key;  // put, if somebody observed when it came
     std::vector<RequestId> requests;
     Kind kind = Kind::named;
     IfExists if_exists = IfExists::replace;
@@ -214,8 +227,9 @@ class TM_API Home {
   void send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait);
   Mark make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const;
   void resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, const Status& status);
-  void set_entry(const KeyHash& hash, Entry entry);
+  void set_entry(const KeyHash& hash, Entry entry, std::string key = {});
   void erase_entry(const KeyHash& hash);
+  bool forget_entry(const KeyHash& hash);
   bool expired(const Entry& entry) const { return entry.expires_ns <= now_ns_; }
   void expire();  // supersedes what has expired
   void forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent);
@@ -248,6 +262,8 @@ class TM_API Home {
   std::unordered_map<KeyHash, std::vector<std::pair<RequestId, bool>>, HashOfHash> watches_;
   std::unordered_map<RequestId, std::vector<KeyHash>> watched_;
   std::vector<HomeAction> actions_;
+  bool observed_ = false;
+  std::vector<Change> changes_;
 };
 
 }  // namespace torch_mooncake::pool

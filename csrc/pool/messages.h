@@ -33,8 +33,10 @@ enum Method : uint16_t {
   kDrain = 230,
   kPrefix,
   kRefresh,
+  kEvents,
 };
 
+inline constexpr size_t kEventLog = 1 << 16;
 inline constexpr uint64_t kMaxPinMs = 3'600'000;
 inline constexpr const char* kMonitorRole = "monitor";  // of sessions that do not count as users
 inline constexpr uint64_t kInlineLimit = 16 * 1024;     // smaller values may ride inside the put
@@ -488,6 +490,44 @@ struct DescribeAnswer {
   template <typename Ar>
   void fields(Ar& ar) {
     ar(descriptions, kMaxBatch);
+  }
+};
+
+// What has become of keys: a stream that any number of askers follow, each asking for what comes after the last event
+// it has. The home keeps the last kEventLog events, as long as somebody asks; who is further behind, or comes to
+// another home, is told to start anew.
+struct KeyEvent {
+  Id128 hash{};     // of the key, by the view's seed
+  std::string key;  // of one that is there now
+  bool there = false;
+  Kind kind = Kind::named;
+  Version version;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(hash)(key, kMaxKeyBytes)(there)(kind)(version);
+  }
+};
+struct EventsCall {
+  static constexpr const char* kName = "events";
+  uint64_t view = 0;
+  uint64_t stream = 0;      // of the last answer; 0: none yet
+  uint64_t after = 0;       // the last event's number that the asker knows
+  std::string prefix;       // of keys that are there now; those that went are told to everybody
+  uint32_t timeout_ms = 0;  // answered when there is something, or then
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(stream)(after)(prefix, kMaxKeyBytes)(timeout_ms);
+  }
+};
+struct EventsAnswer {
+  static constexpr const char* kName = "events answer";
+  uint64_t stream = 0;
+  uint64_t last = 0;  // the number of the last event that this covers
+  bool anew = false;  // events are missing: look at all keys after this, and go on from `last`
+  std::vector<KeyEvent> events;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(stream)(last)(anew)(events, kMaxBatch);
   }
 };
 

@@ -94,6 +94,7 @@ void NodeServiceImpl::register_methods() {
   method(kDrain, &NodeServiceImpl::on_drain);
   method(kPrefix, &NodeServiceImpl::on_prefix);
   method(kRefresh, &NodeServiceImpl::on_refresh);
+  method(kEvents, &NodeServiceImpl::on_events);
   method(kJoin, &NodeServiceImpl::on_join);
   method(kAnnounce, &NodeServiceImpl::on_announce);
   method(kBeat, &NodeServiceImpl::on_beat);
@@ -262,6 +263,7 @@ void NodeServiceImpl::tick() {
   if (!leader_) return;
   watch_members(now);
   home_->tick(now);
+  tick_events(now);
   std::vector<RequestId> late;
   for (const auto& [id, lookup] : lookups_)
     if (lookup.deadline_ns <= now) late.push_back(id);

@@ -4,6 +4,7 @@
 //   service_put.cpp      reserve, give back, inline put, begin, commit, remove
 //   service_lookup.cpp   lookup, describe, keys, stat
 //   service_chains.cpp   what concerns chains of keys: prefix, refresh
+//   service_events.cpp   the stream of what becomes of keys
 //   service_members.cpp  marks, and the leader's side of membership
 //   service_join.cpp     a member's side of membership (its own thread)
 #pragma once
@@ -109,6 +110,12 @@ class NodeServiceImpl final : public NodeService {
   void on_refresh(const rpc::SessionPtr&, RefreshCall, ResponderPtr);
   SessionId owner(const rpc::SessionPtr&, SessionId claimed) const;
 
+  // service_events.cpp
+  void on_events(const rpc::SessionPtr&, EventsCall, ResponderPtr);
+  void gather_events();
+  void tick_events(int64_t now_ns);
+  bool answer_events(const EventsCall& call, const ResponderPtr& responder, bool late);
+
   // service_members.cpp
   void on_join(const rpc::SessionPtr&, JoinRequest, ResponderPtr);
   void on_announce(const rpc::SessionPtr&, AnnounceRequest, ResponderPtr);
@@ -167,6 +174,15 @@ class NodeServiceImpl final : public NodeService {
   std::map<NodeId, Member> members_;
   std::map<NodeId, int64_t> expected_until_;
   bool pumping_ = false;
+  struct Listening {
+    EventsCall call;
+    ResponderPtr responder;
+    int64_t deadline_ns = 0;
+  };
+  std::vector<Listening> listening_;
+  std::deque<KeyEvent> events_;           // those numbered last_event_ - size + 1 to last_event_
+  uint64_t stream_ = 0, last_event_ = 0;  // stream 0: nobody listens
+  int64_t asked_events_ns_ = 0;
 
   // A member's.
   View view_;  // the leader's too

@@ -109,6 +109,7 @@ void NodeServiceImpl::pump() {
     }
   }
   pumping_ = false;
+  gather_events();
 }
 
 void NodeServiceImpl::on_evicted(const rpc::SessionPtr&, EvictedReport report, ResponderPtr responder) {

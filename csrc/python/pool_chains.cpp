@@ -63,6 +63,30 @@ void bind_pool_chains(nb::module_& m) {
         check(without_gil([&] { return c->refresh_chain(list, unpin, deadline_at(deadline_ns)); }));
       },
       nb::arg("client"), nb::arg("objects"), nb::arg("unpin"), nb::arg("deadline_ns"));
+  m.def(
+      "key_events",
+      [](PyClient& c, uint64_t stream, uint64_t after, std::string prefix, uint32_t wait_ms, int64_t deadline_ns) {
+        auto result =
+            interruptible([client = c.get(), stream, after, prefix, wait_ms, until = deadline_at(deadline_ns)] {
+              return client->events(stream, after, prefix, wait_ms, until);
+            });
+        const pool::KeyEvents found = unwrap(std::move(result));
+        nb::list events;
+        for (const auto& e : found.events)
+          events.append(nb::make_tuple(to_bytes(e.hash), e.key, e.there, e.kind == pool::Kind::sealed,
+                                       nb::make_tuple(e.version.view, e.version.counter)));
+        return nb::make_tuple(found.stream, found.last, found.anew, events);
+      },
+      nb::arg("client"), nb::arg("stream"), nb::arg("after"), nb::arg("prefix"), nb::arg("wait_ms"),
+      nb::arg("deadline_ns"), "(stream, last, anew, [(hash, key, there, sealed, version)])");
+  m.def(
+      "key_hashes",
+      [](PyClient& c, std::vector<std::string> keys) {
+        nb::list out;
+        for (const std::string& key : keys) out.append(to_bytes(unwrap(c->key_hash(key))));
+        return out;
+      },
+      nb::arg("client"), nb::arg("keys"));
   m.def("put_pages", &put_pages, nb::arg("client"), nb::arg("keys"), nb::arg("metas"), nb::arg("layers"),
         nb::arg("page_nbytes"), nb::arg("num_pages"), nb::arg("pages"), nb::arg("deadline_ns"),
         "layers: (address, stride in bytes) of each. For each key whether it was stored, or an exception.");

@@ -6,6 +6,7 @@ receiver = KVReceiver(engine, kv, PageAllocator(n)) # decode side: hands out tic
 sender = KVSender(engine, kv)                       # prefill side: takes them and pushes layer by layer
 """
 
+from torch_mooncake.kv.events import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored
 from torch_mooncake.kv.hashing import hash_name, hash_of_name, page_hashes, root_hash
 from torch_mooncake.kv.layout import PagedKV, PagedKVLayout
 from torch_mooncake.kv.pages import PageAllocator
@@ -15,8 +16,13 @@ from torch_mooncake.kv.send import KVSender, PrefillSession, PushResult
 
 __all__ = [
     "DecodeSession",
+    "KVCleared",
+    "KVEventPublisher",
+    "KVEvents",
     "KVReceiver",
+    "KVRemoved",
     "KVSender",
+    "KVStored",
     "PageAllocator",
     "PagedKV",
     "PagedKVLayout",

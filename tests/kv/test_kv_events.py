@@ -1,0 +1,230 @@
+"""KV events, as a subscriber of vLLM's reads them: real sockets, and vLLM's documented types written down anew."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from caches import SIZE, prefill_cache
+from processes import eventually
+
+import torch_mooncake as tm
+from torch_mooncake.kv import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored
+from torch_mooncake.kv.events import encode_batch
+
+PROMPT = list(range(100, 100 + 3 * SIZE))
+
+
+class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class Subscriber:
+    """As vLLM's example: SUB for what comes, REQ's frames on a DEALER for what was missed."""
+
+    def __init__(self, publisher: KVEventPublisher) -> None:
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.connect(publisher.endpoint)
+        self.sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self.dealer = self.context.socket(zmq.DEALER)
+        self.dealer.connect(str(publisher.replay))
+        for socket in (self.sub, self.dealer):
+            socket.setsockopt(zmq.RCVTIMEO, 10_000)
+
+    def next(self) -> tuple[int, KVEventBatch]:
+        _, seq, payload = self.sub.recv_multipart()
+        return int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload, type=KVEventBatch)
+
+    def replay(self, first: int) -> list[tuple[int, KVEventBatch]]:
+        self.dealer.send_multipart((b"", first.to_bytes(8, "big")))
+        out = []
+        while True:
+            _, seq, payload = self.dealer.recv_multipart()
+            if not payload:
+                assert int.from_bytes(seq, "big", signed=True) == -1
+                return out
+            out.append((int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload, type=KVEventBatch)))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def listen():
+    made: list[Subscriber] = []
+
+    def make(publisher: KVEventPublisher) -> Subscriber:
+        made.append(Subscriber(publisher))
+        return made[-1]
+
+    yield make
+    for subscriber in made:
+        subscriber.close()
+
+
+def publisher(pool: tm.Pool, **options: Any) -> KVEventPublisher:
+    return KVEventPublisher(pool, "tcp://127.0.0.1:0", replay="tcp://127.0.0.1:0", **options)
+
+
+def state_of(batches: list[tuple[int, KVEventBatch]], known: dict | None = None) -> dict:
+    known = {} if known is None else known
+    for _, batch in batches:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+            elif isinstance(event, BlockStored):
+                known.update((h, event) for h in event.block_hashes)
+            else:
+                for h in event.block_hashes:
+                    known.pop(h)
+    return known
+
+
+def test_in_process(pool):
+    kv = pool.kv("m", prefill_cache())
+    hashes = kv.page_hashes(PROMPT)
+    events = KVEvents(pool, "m")
+    kv.put_pages(hashes, [0, 1, 2], token_ids=PROMPT)
+    pool.kv("other", prefill_cache()).put_pages([b"x"], [0])
+    pool.put("kv/no/page", b"1")
+    stored: list[Any] = []
+    while len(stored) < 3:
+        stored += events.get()
+    assert all(isinstance(event, KVStored) for event in stored)
+    by_hash = {event.page_hash: event for event in stored}
+    assert [by_hash[h].parent_hash for h in hashes] == [None, *hashes[:2]]
+    assert by_hash[hashes[1]].token_ids == PROMPT[SIZE : 2 * SIZE]
+    assert by_hash[hashes[1]].block_size == SIZE
+    pool.delete(kv.key(hashes[2]))
+    assert events.get() == [KVRemoved("m", hashes[2], "cpu")]
+    with pytest.raises(tm.DeadlineExceeded):
+        events.get(0.3)
+
+
+def test_a_vllm_subscriber_follows_the_pool(pool, listen):
+    kv = pool.kv("m", prefill_cache())
+    hashes = [b"\x01" * 32, 1 << 63, -7]
+    kv.put_pages(hashes[:1], [0], token_ids=PROMPT[:SIZE])
+    with publisher(pool) as out:
+        subscriber = listen(out)
+        assert eventually(lambda: out.next_seq == 1)
+        time.sleep(0.3)  # a SUB is deaf until it has been heard of: what it missed it asks for
+        kv.put_pages(hashes[1:], [1, 2], parent=hashes[0])
+        got = []
+        while sum(len(batch.events) for _, batch in got) < 2:
+            got.append(subscriber.next())
+        missed = subscriber.replay(0)[: got[0][0]]
+        known = state_of(got, state_of(missed))
+        assert set(known) == set(hashes)
+        first = known[hashes[0]]
+        assert (first.parent_block_hash, first.token_ids) == (None, PROMPT[:SIZE])
+        assert (first.block_size, first.medium) == (SIZE, "CPU")
+        assert known[hashes[1]].parent_block_hash == hashes[0]
+        pool.delete(kv.key(hashes[2]))
+        seq, batch = subscriber.next()
+        assert batch.events == [BlockRemoved([hashes[2]], "CPU")]
+        assert seq == out.next_seq - 1
+        assert [n for n, _ in subscriber.replay(0)] == list(range(out.next_seq))
+        assert subscriber.replay(out.next_seq) == []
+
+
+def test_who_is_too_far_behind_gets_the_whole_state(pool, listen):
+    kv = pool.kv("m", prefill_cache())
+    with publisher(pool, buffer_steps=2) as out:
+        for i in range(6):
+            kv.put_pages([i], [0])
+            assert eventually(lambda i=i: out.next_seq > i)
+        pool.delete(kv.key(0))
+        assert eventually(lambda: out.next_seq > 6)
+        missed = listen(out).replay(1)
+        assert [seq for seq, _ in missed] == [out.next_seq - 1]
+        assert isinstance(missed[0][1].events[0], AllBlocksCleared)
+        assert set(state_of(missed, {99: None})) == {1, 2, 3, 4, 5}
+
+
+def test_a_lost_directory_is_cleared_and_told_anew(pool, pool_env, listen):
+    import os
+
+    kv = pool.kv("m", prefill_cache())
+    kv.put_pages([1, 2, 3], [0, 1, 2])
+    with publisher(pool) as out:
+        assert eventually(lambda: out.next_seq >= 1)
+        os.kill(pool_env.worker(), signal.SIGKILL)
+        assert pool.delete(kv.key(2), timeout=20)
+        subscriber = listen(out)
+        assert eventually(lambda: set(state_of(subscriber.replay(0))) == {1, 3}, 20)
+        assert any(isinstance(e, AllBlocksCleared) for _, b in subscriber.replay(0) for e in b.events)
+        assert out.error is None
+
+
+def test_other_shapes():
+    stored = KVStored("m", 5, 4, [1, 2], 2, "cpu")
+    root = KVStored("m", b"r", None, None, 2, "cpu")
+    events = [root, stored, KVRemoved("m", "sglang", "cpu"), KVCleared()]
+    maps = msgspec.msgpack.decode(encode_batch(events, shape="vllm-map", ts=1.5))
+    assert maps["events"][1]["parent_block_hash"] == 4
+    assert [event["type"] for event in maps["events"]] == ["BlockStored"] * 2 + ["BlockRemoved", "AllBlocksCleared"]
+    ts, rows, rank = msgspec.msgpack.decode(encode_batch(events, shape="rfc1527", ts=1.5, first_id=7, backend_id="b"))
+    assert (ts, rank) == (1.5, 0)
+    assert [row["event_id"] for row in rows] == [7, 8, 9, 10]
+    assert [row["event_type"] for row in rows] == ["stored", "stored", "removed", "cleared"]
+    assert rows[0]["base_block_idx"] == 0
+    assert rows[1]["parent_hash"] == 4
+    assert rows[1]["token_ids"] == [1, 2]
+    assert "token_ids" not in rows[0]
+    assert rows[2]["seq_hashes"] == [b"sglang"]
+    assert {row["backend_id"] for row in rows} == {"b"}
+    big = KVRemoved("m", 1 << 200, "cpu")
+    decoded = msgspec.msgpack.decode(encode_batch([big], ts=0), type=KVEventBatch)
+    assert int.from_bytes(decoded.events[0].block_hashes[0], "big", signed=True) == 1 << 200
+    with pytest.raises(tm.InvalidArgument, match="shape"):
+        encode_batch([], shape="json", ts=0)  # type: ignore[arg-type]
+
+
+def test_the_command_line_publishes(pool, listen):
+    kv = pool.kv("m", prefill_cache())
+    command = [sys.executable, "-m", "torch_mooncake", "events", "--zmq", "tcp://127.0.0.1:0"]
+    command += ["--replay", "tcp://127.0.0.1:0", "--namespace", "m"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        places = json.loads(process.stdout.readline())
+        subscriber = listen(type("Places", (), {"endpoint": places["zmq"], "replay": places["replay"]}))
+        kv.put_pages([1], [0])
+        assert eventually(lambda: set(state_of(subscriber.replay(0))) == {1})
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+        process.stdout.close()
+    assert torch.is_tensor(tm.get(kv.key(1)))

@@ -1,0 +1,133 @@
+"""What becomes of keys: ``pool.subscribe(prefix)``.
+
+    with pool.subscribe("kv/") as subscription:
+        for event in subscription:              # first all keys that are there, then what changes
+            ...
+
+The home numbers every change and keeps the last 65 536 while somebody listens. A subscriber asks for what comes after
+the last one it has, so it can be slow, and lose its connection, without missing anything; one that is too far behind,
+or comes to another home, gets ``cleared`` and then all keys anew: never silence.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch_mooncake.clock import deadline_ns, seconds_left
+from torch_mooncake.errors import Closed, DeadlineExceeded, PoolUnavailable
+
+if TYPE_CHECKING:
+    from torch_mooncake.pool import Pool
+
+_POLL_S = 10.0
+
+
+class Event(NamedTuple):
+    """``seq`` counts the events of one subscription from 0, without a gap.
+
+    ``stored``: the key is there, with this version (None in the first look, which does not ask). ``removed``: it was
+    deleted or taken, expired, was evicted or lost with its node. ``cleared``: forget all keys; those that are there
+    follow as ``stored``.
+    """
+
+    seq: int
+    kind: Literal["stored", "removed", "cleared"]
+    key: str
+    version: tuple[int, int] | None
+    tier: str  # "cpu": memory
+
+
+class Subscription:
+    """An iterator over events; ``get`` waits for a limited time. One thread at a time; ``close`` from any."""
+
+    def __init__(self, pool: Pool, prefix: str = "") -> None:
+        self._pool, self.prefix = pool, prefix
+        self._stream = self._after = 0
+        self._names: dict[bytes, str] = {}  # of the keys that are there, by hash
+        self._seq = 0
+        self._started = False
+        self._closed = threading.Event()
+
+    @property
+    def keys(self) -> set[str]:
+        """Those that are there after the events told so far."""
+        return set(self._names.values())
+
+    def get(self, timeout: float | None = 30) -> list[Event]:
+        """The next events, at least one; DeadlineExceeded if none comes in time. Errors of the pool are raised, and
+        nothing is lost by them: call again."""
+        deadline = deadline_ns(timeout)
+        while not self._closed.is_set():
+            events = self._ask(deadline)
+            if events:
+                return events
+            if time.monotonic_ns() >= deadline:
+                raise DeadlineExceeded(f"no key under {self.prefix!r} changed")
+        raise Closed("the subscription is closed")
+
+    def __iter__(self) -> Iterator[Event]:
+        """All events, until ``close``. While the pool is unavailable it waits."""
+        while not self._closed.is_set():
+            try:
+                yield from self.get(_POLL_S)
+            except (DeadlineExceeded, PoolUnavailable):
+                continue
+            except Closed:
+                return
+
+    def close(self) -> None:
+        """Iteration ends within some seconds: a question under way is not called back."""
+        self._closed.set()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, deadline: int) -> list[Event]:
+        from torch_mooncake import _core
+
+        wait_s = min(seconds_left(deadline), 2.0) if self._started else 0.0
+        until = deadline_ns(wait_s + 10)  # for the answer
+        client = self._pool._client(until)
+        stream, last, anew, changes = _core.key_events(
+            client, self._stream, self._after, self.prefix, int(wait_s * 1000), until
+        )
+        if anew:
+            if stream == 0:  # the directory is being rebuilt: what is there is not known yet
+                time.sleep(min(0.2, seconds_left(deadline)))
+                return []
+            return self._look(client, stream, last)
+        self._after = last
+        return [event for change in changes if (event := self._event(*change)) is not None]
+
+    def _look(self, client: Any, stream: int, last: int) -> list[Event]:
+        """All keys anew. Changes after ``last`` are told by the stream, also those that this look has seen."""
+        from torch_mooncake import _core
+
+        keys = self._pool.keys(self.prefix)
+        names = dict(zip(_core.key_hashes(client, keys), keys, strict=True))
+        events = [self._next("cleared", "", None)] if self._started else []
+        events += [self._next("stored", key, None) for key in keys]
+        self._started, self._names, self._stream, self._after = True, names, stream, last
+        return events
+
+    def _event(self, digest: bytes, key: str, there: bool, sealed: bool, version: tuple[int, int]) -> Event | None:
+        if there:
+            if sealed and digest in self._names:  # the look has told it
+                return None
+            self._names[digest] = key
+            return self._next("stored", key, version)
+        name = self._names.pop(digest, None)
+        return None if name is None else self._next("removed", name, None)
+
+    def _next(self, kind: Literal["stored", "removed", "cleared"], key: str, version: tuple[int, int] | None) -> Event:
+        self._seq += 1
+        return Event(self._seq - 1, kind, key, version, "cpu")
+
+
+__all__ = ["Event", "Subscription"]

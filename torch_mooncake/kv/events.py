@@ -1,0 +1,328 @@
+"""KV events: which pages the pool holds, as vLLM tells it of its blocks, in process and over ZMQ.
+
+    for event in KVEvents(pool, namespace="llama"):     # KVStored, KVRemoved, KVCleared
+        ...
+    publisher = KVEventPublisher(pool, "tcp://*:5557", replay="tcp://*:5558")
+
+A page is *stored* when its key appears and *removed* when it goes, by whatever way; *cleared* means: forget everything,
+what is there follows. Events come from the pool's directory (``torch_mooncake.events``); one publisher, anywhere, is
+enough for a pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from torch_mooncake.clock import deadline_ns, seconds_left
+from torch_mooncake.errors import DeadlineExceeded, Error, InvalidArgument, KeyNotFound
+from torch_mooncake.events import Event, Subscription
+from torch_mooncake.kv.hashing import PageHash, hash_of_name
+from torch_mooncake.kv.pool_kv import PREFIX, PageKey, page_meta
+from torch_mooncake.tensors import Decoded
+
+if TYPE_CHECKING:
+    from torch_mooncake.pool import Pool
+
+Shape = Literal["vllm", "vllm-map", "rfc1527"]
+_END = (-1).to_bytes(8, "big", signed=True)
+_BATCH = 1024  # events in one message
+
+
+@dataclass(frozen=True)
+class KVStored:
+    namespace: str
+    page_hash: PageHash
+    parent_hash: PageHash | None  # None: the first page of a prompt
+    token_ids: list[int] | None  # put_pages(token_ids=)
+    block_size: int  # tokens
+    medium: str  # "cpu"
+
+
+@dataclass(frozen=True)
+class KVRemoved:
+    namespace: str
+    page_hash: PageHash
+    medium: str
+
+
+@dataclass(frozen=True)
+class KVCleared:
+    pass
+
+
+KVEvent = KVStored | KVRemoved | KVCleared
+
+
+class KVEvents:
+    """An iterator over the pool's KV events, of one namespace or of all. First what is there. One thread at a time.
+
+    What was put and has gone again before it could be described is not told at all.
+    """
+
+    def __init__(self, pool: Pool, namespace: str | None = None) -> None:
+        self._pool, self._namespace = pool, namespace
+        self._subscription = Subscription(pool, PREFIX)
+        self._pending: list[Event] = []
+        self.stored: OrderedDict[str, KVStored] = OrderedDict()  # what has been told and not taken back, by key
+
+    def get(self, timeout: float | None = 30) -> list[KVEvent]:
+        """The next events, at least one; DeadlineExceeded if none comes in time. After another error call again:
+        nothing is lost."""
+        deadline = deadline_ns(timeout)
+        while True:
+            if not self._pending:
+                self._pending = self._subscription.get(seconds_left(deadline))
+            described = self._describe([event.key for event in self._pending if event.kind == "stored"])
+            out = [told for event in self._pending if (told := self._told(event, described)) is not None]
+            self._pending = []
+            if out:
+                return out
+
+    def __iter__(self) -> Iterator[KVEvent]:
+        while True:
+            try:
+                yield from self.get(10)
+            except DeadlineExceeded:
+                continue
+
+    def _told(self, event: Event, described: dict[str, KVStored]) -> KVEvent | None:
+        if event.kind == "cleared":
+            self.stored.clear()
+            return KVCleared()
+        if event.kind == "stored":
+            if (stored := described.get(event.key)) is not None:
+                self.stored[event.key] = stored
+            return stored
+        before = self.stored.pop(event.key, None)
+        return None if before is None else KVRemoved(before.namespace, before.page_hash, before.medium)
+
+    def _describe(self, keys: list[str]) -> dict[str, KVStored]:
+        """Those that are there and are pages."""
+        names = {key: name for key in keys if (name := PageKey.parse(key)) is not None}
+        keys = [key for key, name in names.items() if self._namespace in (None, name.namespace)]
+        deadline = deadline_ns(30)
+        found = self._pool._client(deadline).locate_many(keys, deadline) if keys else []
+        described = {}
+        for key, item in zip(keys, found, strict=True):
+            if isinstance(item, KeyNotFound):
+                continue
+            if isinstance(item, Exception):
+                raise item
+            meta = page_meta(Decoded(item.meta, item.nbytes, lambda offset, nbytes: b"").user)
+            if meta is None:
+                continue
+            parent = None if meta.parent is None else hash_of_name(meta.parent)
+            described[key] = KVStored(
+                names[key].namespace, names[key].page_hash, parent, meta.token_ids(), meta.block_size, "cpu"
+            )
+        return described
+
+
+def encode_batch(
+    events: Sequence[KVEvent], *, shape: Shape = "vllm", ts: float, first_id: int = 0, backend_id: str = ""
+) -> bytes:
+    """One message's payload: msgpack of ``[ts, events, dp_rank]`` (``vllm-map``: of a map with these names).
+
+    ``vllm``: events are arrays ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium,
+    lora_name], ["BlockRemoved", block_hashes, medium], ["AllBlocksCleared"]; ``vllm-map``: maps with these names and
+    "type". ``rfc1527``: the maps of Mooncake's RFC #1527, ``event_id`` counting from ``first_id``.
+    """
+    if shape == "rfc1527":
+        maps = [_rfc_map(e, first_id + i, ts, backend_id) for i, e in enumerate(events)]
+        return msgspec.msgpack.encode([ts, maps, 0])
+    if shape not in ("vllm", "vllm-map"):
+        raise InvalidArgument(f'shape is "vllm", "vllm-map" or "rfc1527", not {shape!r}')
+    rows = [_vllm_map(e) for e in events]
+    if shape == "vllm":
+        return msgspec.msgpack.encode([ts, [list(row.values()) for row in rows], 0])
+    return msgspec.msgpack.encode({"ts": ts, "events": rows, "data_parallel_rank": 0})
+
+
+def _wire_hash(page_hash: PageHash | None) -> bytes | int | None:
+    """vLLM's type: bytes, or an int of 64 bits."""
+    if isinstance(page_hash, str):
+        return page_hash.encode()
+    if isinstance(page_hash, int) and not -(1 << 63) <= page_hash < 1 << 64:
+        return page_hash.to_bytes((page_hash.bit_length() + 8) // 8, "big", signed=True)
+    return page_hash
+
+
+def _vllm_map(event: KVEvent) -> dict[str, Any]:
+    if isinstance(event, KVStored):
+        return {
+            "type": "BlockStored",
+            "block_hashes": [_wire_hash(event.page_hash)],
+            "parent_block_hash": _wire_hash(event.parent_hash),
+            "token_ids": event.token_ids or [],
+            "block_size": event.block_size,
+            "lora_id": None,
+            "medium": event.medium.upper(),
+            "lora_name": None,
+        }
+    if isinstance(event, KVRemoved):
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": [_wire_hash(event.page_hash)],
+            "medium": event.medium.upper(),
+        }
+    return {"type": "AllBlocksCleared"}
+
+
+def _rfc_map(event: KVEvent, event_id: int, ts: float, backend_id: str) -> dict[str, Any]:
+    kind = {KVStored: "stored", KVRemoved: "removed", KVCleared: "cleared"}[type(event)]
+    out: dict[str, Any] = {"event_id": event_id, "timestamp": ts, "event_type": kind, "backend_id": backend_id}
+    out |= {"additional_salt": None, "lora_name": None, "tenant_id": None, "dp_rank": 0}
+    if isinstance(event, KVCleared):
+        return out
+    out |= {"model_name": event.namespace, "medium": event.medium, "seq_hashes": [_wire_hash(event.page_hash)]}
+    if isinstance(event, KVStored):
+        out["block_size"] = event.block_size
+        if event.parent_hash is None:
+            out["base_block_idx"] = 0
+        else:
+            out["parent_hash"] = _wire_hash(event.parent_hash)
+        if event.token_ids is not None:
+            out["token_ids"] = event.token_ids
+    return out
+
+
+class KVEventPublisher:
+    """KV events over ZMQ, as vLLM publishes its own: PUB frames (topic, sequence number as 8 bytes big-endian,
+    payload), and a ROUTER that sends again what a subscriber has missed.
+
+    A request to the ROUTER is (empty, first wanted number); the answers are (empty, number, payload), then (empty, -1,
+    empty). Of ``buffer_steps`` messages what was sent is sent again; who wants older ones gets the whole state under
+    the last number: cleared, then all pages. The publisher's thread follows the pool by itself, through losses of the
+    directory, too. Needs pyzmq. ``close`` ends it.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        endpoint: str = "tcp://*:5557",
+        *,
+        replay: str | None = None,
+        namespace: str | None = None,
+        topic: str = "",
+        shape: Shape = "vllm",
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        backend_id: str = "torch_mooncake",
+    ) -> None:
+        import zmq
+
+        encode_batch([], shape=shape, ts=0.0)  # refuses an unknown shape here, not on the thread
+        self._events = KVEvents(pool, namespace)
+        self._topic, self._shape, self._backend_id = topic.encode(), shape, backend_id
+        self._lock = threading.Lock()  # buffer, numbers and state
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._seq = self._event_id = 0
+        self._state: OrderedDict[tuple[str, PageHash], KVStored] = OrderedDict()
+        self._context = zmq.Context()
+        self._stop = threading.Event()
+        self.error: Exception | None = None  # what ended the publisher, if not close()
+        try:
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(hwm)
+            self._pub.setsockopt(zmq.LINGER, 0)
+            self.endpoint = _bind(self._pub, endpoint)
+            self._router = self._context.socket(zmq.ROUTER)
+            self._router.setsockopt(zmq.LINGER, 0)
+            self.replay = None if replay is None else _bind(self._router, replay)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise InvalidArgument(f"{endpoint}, {replay}: {error}") from error
+        self._threads = [threading.Thread(target=self._publish, name="kv-events", daemon=True)]
+        if replay is not None:
+            self._threads.append(threading.Thread(target=self._replay, name="kv-replay", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def next_seq(self) -> int:
+        """The number that the next message will have."""
+        with self._lock:
+            return self._seq
+
+    def close(self) -> None:
+        """Ends the threads (within some seconds) and the sockets. Idempotent."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> KVEventPublisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _publish(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    events = self._events.get(1)
+                except DeadlineExceeded:
+                    continue
+                except Error as error:
+                    if not error.retryable:
+                        raise
+                    self._stop.wait(0.2)
+                    continue
+                for at in range(0, len(events), _BATCH):
+                    self._send(events[at : at + _BATCH])
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _send(self, events: list[KVEvent]) -> None:
+        with self._lock:
+            for event in events:
+                if isinstance(event, KVCleared):
+                    self._state.clear()
+                elif isinstance(event, KVRemoved):
+                    self._state.pop((event.namespace, event.page_hash), None)
+                else:
+                    self._state[event.namespace, event.page_hash] = event
+            payload = self._encode(events, self._event_id)
+            seq, self._seq, self._event_id = self._seq, self._seq + 1, self._event_id + len(events)
+            self._buffer.append((seq, payload))
+        self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
+
+    def _encode(self, events: Sequence[KVEvent], first_id: int) -> bytes:
+        return encode_batch(events, shape=self._shape, ts=time.time(), first_id=first_id, backend_id=self._backend_id)
+
+    def _replay(self) -> None:
+        while not self._stop.is_set():
+            if not self._router.poll(200):
+                continue
+            frames = self._router.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue  # not a request; the asker's time runs out
+            for seq, payload in self._missed(int.from_bytes(frames[2], "big")):
+                self._router.send_multipart((frames[0], b"", seq.to_bytes(8, "big"), payload))
+            self._router.send_multipart((frames[0], b"", _END, b""))
+
+    def _missed(self, first: int) -> list[tuple[int, bytes]]:
+        with self._lock:
+            if first >= self._seq:
+                return []
+            if self._buffer and first >= self._buffer[0][0]:
+                return [entry for entry in self._buffer if entry[0] >= first]
+            whole: list[KVEvent] = [KVCleared(), *self._state.values()]
+            return [(self._seq - 1, self._encode(whole, max(0, self._event_id - len(whole))))]
+
+
+def _bind(socket: Any, endpoint: str) -> str:
+    """The address with the port that was taken for ``:0`` or ``:*``."""
+    socket.bind(endpoint.removesuffix(":0") + ":*" if endpoint.endswith(":0") else endpoint)
+    import zmq
+
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_a_vllm_subscriber_follows_the_pool(pool, listen):
         time.sleep(0.3)  # a SUB is deaf until it has been heard of: what it missed it asks for
         kv.put_pages(hashes[1:], [1, 2], parent=hashes[0])
         got = []
-        while sum(len(batch.events) for _, batch in got) < 2:
+        while not state_of(got).keys() >= set(hashes[1:]):
             got.append(subscriber.next())
         missed = subscriber.replay(0)[: got[0][0]]
         known = state_of(got, state_of(missed))
@@ -174,9 +175,8 @@ def test_who_is_too_far_behind_gets_the_whole_state(pool, listen):
         assert set(state_of(missed, {99: None})) == {1, 2, 3, 4, 5}
 
 
-def test_a_lost_directory_is_cleared_and_told_anew(pool, pool_env, listen):
-    import os
-
+def test_a_lost_directory_is_cleared_and_told_anew(pool_env, listen):
+    pool = tm.init()
     kv = pool.kv("m", prefill_cache())
     kv.put_pages([1, 2, 3], [0, 1, 2])
     with publisher(pool) as out:

@@ -167,19 +167,19 @@ class PoolKV:
             return 0
         started = time.perf_counter()
         deadline = deadline_ns(timeout)
-        client, keys = self._client(deadline), self._keys(hashes)
-        found: list[Any] = []
-        for key, item in zip(keys, client.locate_many(keys, deadline), strict=True):
-            if isinstance(item, KeyNotFound):
+        keys, ids = self._keys(hashes), self._kv.layout.page_ids(pages[: len(hashes)]).tolist()
+        client = self._client(deadline)
+        objects: list[Any] = []
+        for _ in range(2):  # what was evicted since it was located may be there again
+            found = self._locate(client, keys, len(objects), deadline)
+            here = ids[len(objects) : len(objects) + len(found)]
+            count = _core.read_pages(client, found, self._layers, *self._sizes, here, deadline) if found else 0
+            objects += found[:count]
+            if count == len(found):
                 break
-            if isinstance(item, Exception):
-                raise item
-            self._check(key, item, keys[len(found) - 1] if found else None)
-            found.append(item)
-        ids = self._kv.layout.page_ids(pages[: len(found)]).tolist()
-        count = _core.read_pages(client, found, self._layers, *self._sizes, ids, deadline)
+        count = len(objects)
         if count:
-            _core.refresh_objects(client, found[:count], False, deadline)
+            _core.refresh_objects(client, objects, False, deadline)
         self.stats.load_s += time.perf_counter() - started
         self.stats.pages_loaded += count
         self.stats.bytes_loaded += count * self.page_nbytes
@@ -270,6 +270,18 @@ class PoolKV:
                 user["tokens"] = tokens[index * size : (index + 1) * size].tobytes()
             out.append(self._leaf(user))
         return out
+
+    def _locate(self, client: Any, keys: list[str], first: int, deadline: int) -> list[Any]:
+        """The objects of keys[first:], up to the first that is not there."""
+        found: list[Any] = []
+        for index, item in enumerate(client.locate_many(keys[first:], deadline), first):
+            if isinstance(item, KeyNotFound):
+                break
+            if isinstance(item, Exception):
+                raise item
+            self._check(keys[index], item, keys[index - 1] if index else None)
+            found.append(item)
+        return found
 
     def _check(self, key: str, found: Any, before: str | None) -> None:
         """That the object is a page of this layout, and follows ``before``."""

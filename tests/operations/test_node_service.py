@@ -42,6 +42,13 @@ def ask(port: int, path: str) -> tuple[int, str]:
         return 0, str(error)
 
 
+def becomes_ready(port: int) -> bool:
+    if eventually(lambda: ask(port, "/readyz")[0] == 200, timeout=20):
+        return True
+    print("not ready:", ask(port, "/readyz"), ask(port, "/healthz"))
+    return False
+
+
 def cli(*args: str, status: int = 0) -> str:
     done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == status, done.stderr
@@ -77,7 +84,7 @@ def node(pool_env: PoolEnv) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_env: PoolEnv) -> None:
     port = free_port()
     process = node("--http", f"127.0.0.1:{port}", "--linger", "0")
-    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    assert becomes_ready(port)
     assert ask(port, "/healthz") == (200, "ok\n")
     assert ask(port, "/nothing")[0] == 404
 
@@ -94,10 +101,10 @@ def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_en
         assert metric(ask(port, "/metrics")[1], "up") == 0
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    assert becomes_ready(port)
 
     os.kill(worker, signal.SIGKILL)
-    assert eventually(lambda: ask(port, "/readyz")[0] == 200)  # the keeper has started another
+    assert becomes_ready(port)  # the keeper has started another
     assert np.array_equal(tm.get("k"), np.arange(1000))
     assert metric(ask(port, "/metrics")[1], "worker_starts_total") == 2
 
@@ -110,7 +117,7 @@ def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_en
 def test_metrics_count_what_happened(node: Any) -> None:
     port = free_port()
     node("--http", f"127.0.0.1:{port}", "--memory", "64MiB")
-    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    assert becomes_ready(port)
     pool = tm.init()
     for i in range(100):
         pool.put(f"k{i}", np.zeros(1 << 20, np.uint8))
@@ -143,7 +150,7 @@ def test_a_taken_http_port_is_told_before_the_node_starts(node: Any, pool_env: P
 def test_the_node_leaves_with_its_http_parent(node: Any, pool_env: PoolEnv) -> None:
     port = free_port()
     process = node("--http", f"127.0.0.1:{port}")
-    assert eventually(lambda: ask(port, "/readyz")[0] == 200)
+    assert becomes_ready(port)
     process.kill()
     assert eventually(lambda: not pool_env.nodes())
 

@@ -416,6 +416,22 @@ class Pool:
             return self._client(deadline).exists([checked_key(key)], deadline)[0]
         return self._client(deadline).exists([checked_key(k) for k in key], deadline)
 
+    def exists_prefix(self, keys: Sequence[str], *, pin_s: float = 0, timeout: float | None = 30) -> int:
+        """How many of ``keys``, from the first on, are there: one question that ends at the first that is not. With
+        ``pin_s`` (at most an hour) those are not evicted for so long, or until ``unpin`` or this pool is closed. They
+        can still be replaced and deleted."""
+        deadline = deadline_ns(timeout)
+        pin_ms = _pin_ms(pin_s)
+        names = [checked_key(key) for key in keys]
+        return _core.match_prefix(self._client(deadline), names, pin_ms, deadline) if names else 0
+
+    def unpin(self, keys: Sequence[str], *, timeout: float | None = 30) -> None:
+        """End what ``exists_prefix(pin_s=)`` of this client has pinned of ``keys``, up to the first that is gone."""
+        deadline = deadline_ns(timeout)
+        names = [checked_key(key) for key in keys]
+        if names:
+            _core.refresh_keys(self._client(deadline), names, True, deadline)
+
     @overload
     def delete(self, key: str, *, timeout: float | None = 30) -> bool: ...
     @overload
@@ -469,6 +485,8 @@ class Pool:
     aget = _async(get)
     aget_many = _async(get_many)
     aexists = _async(exists)
+    aexists_prefix = _async(exists_prefix)
+    aunpin = _async(unpin)
     adelete = _async(delete)
     akeys = _async(keys)
     await_key = _async(wait)
@@ -556,6 +574,12 @@ def _ttl_ms(ttl_s: float | None) -> int:
     if not 0 < ttl_s <= _core.MAX_TTL_MS / 1000:
         raise InvalidArgument(f"ttl_s is above 0 and at most ten years, not {ttl_s!r}")
     return max(1, round(ttl_s * 1000))
+
+
+def _pin_ms(pin_s: float) -> int:
+    if not 0 <= pin_s <= _core.MAX_PIN_MS / 1000:
+        raise InvalidArgument(f"pin_s is 0 to {_core.MAX_PIN_MS // 1000} seconds, not {pin_s!r}")
+    return round(pin_s * 1000)
 
 
 def _part(part: tuple[int, int]) -> tuple[int, int]:

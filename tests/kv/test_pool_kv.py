@@ -1,5 +1,6 @@
 """Prefix reuse: what is found is the longest leading run, and its bytes are those that were stored."""
 
+import asyncio
 import random
 import time
 
@@ -198,3 +199,25 @@ def test_without_the_refresh_children_would_stay_behind(pool, monkeypatch):
 
     with pytest.raises(AssertionError, match="orphans"):
         runs()
+
+
+def test_the_await_forms(pool, sides):
+    store, load, source, target = sides
+    hashes = store.page_hashes(PROMPT)
+
+    async def run():
+        assert await store.aput_pages(hashes, [0, 1, 2, 3, 4]) == 5
+        assert await load.amatch_prefix(hashes, pin_s=1) == 5
+        return await load.aget_pages(hashes, [4, 3, 2, 1, 0])
+
+    assert asyncio.run(run()) == 5
+    assert torch.equal(target.layers[0][[4, 3, 2, 1, 0]], source.layers[0][:5])
+
+
+def test_prefixes_of_any_keys(pool):
+    pool.put_many({f"k{i}": b"x" for i in range(3)})
+    assert pool.exists_prefix([f"k{i}" for i in range(5)], pin_s=0.5) == 3
+    assert pool.exists_prefix(["no", "k0"]) == pool.exists_prefix([]) == 0
+    pool.unpin(["k0", "k1", "k2"])
+    with pytest.raises(tm.InvalidArgument):
+        pool.exists_prefix([""])

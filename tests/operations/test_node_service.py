@@ -10,80 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from processes import PoolEnv, eventually
+from services import COMMAND, ask, becomes_ready, cli, free_port, two_nodes
 
 import torch_mooncake as tm
 from torch_mooncake.cli.node import is_this_host
-
-COMMAND = [sys.executable, "-m", "torch_mooncake"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def ask(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-    except OSError as error:
-        return 0, str(error)
-
-
-def becomes_ready(port: int) -> bool:
-    if eventually(lambda: ask(port, "/readyz")[0] == 200, timeout=20):
-        return True
-    print("not ready:", ask(port, "/readyz"), ask(port, "/healthz"))
-    return False
-
-
-def cli(*args: str, status: int = 0) -> str:
-    done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == status, done.stderr
-    return done.stdout
 
 
 def metric(text: str, name: str) -> float:
     return float(re.search(rf"^torch_mooncake_pool_{name}(?:{{.*}})? (\S+)$", text, re.M)[1])  # type: ignore[index]
 
 
-@pytest.fixture
-def node(pool_env: PoolEnv) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts ``torch-mooncake node ARGS``; all are ended at the end."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*args: str, **env: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([*COMMAND, "node", *args], env={**os.environ, **env}, stderr=subprocess.PIPE)
-        started.append(process)
-        return process
-
-    yield start
-    tm.close()
-    for process in started:
-        process.terminate()
-    for process in started:
-        try:
-            process.wait(15)
-        finally:
-            process.kill()
-            process.stderr.close()  # type: ignore[union-attr]
-
-
 def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_env: PoolEnv) -> None:
     port = free_port()
-    process = node("--http", f"127.0.0.1:{port}", "--linger", "0")
+    process = node("--http", f"127.0.0.1:{port}", "--linger", "6")
     assert becomes_ready(port)
     assert ask(port, "/healthz") == (200, "ok\n")
     assert ask(port, "/nothing")[0] == 404
@@ -108,9 +53,9 @@ def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_en
     assert np.array_equal(tm.get("k"), np.arange(1000))
     assert metric(ask(port, "/metrics")[1], "worker_starts_total") == 2
 
-    # The health check is nobody's client: the node lingers out when the last one has gone.
+    # The health check is nobody's client: the node lingers out when the last one has been gone for six seconds.
     tm.close()
-    assert process.wait(15) == 0
+    assert process.wait(25) == 0
     assert ask(port, "/healthz")[0] == 0
 
 
@@ -155,31 +100,10 @@ def test_the_node_leaves_with_its_http_parent(node: Any, pool_env: PoolEnv) -> N
     assert eventually(lambda: not pool_env.nodes())
 
 
-def two_nodes(node: Any, memory: str = "64MiB") -> tuple[subprocess.Popen[bytes], str, str]:
-    """A leader and a member on "another host"; (the member's process, the member's address, the leader's)."""
-    leader, member = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    token = "0123456789abcdef"
-    node("--listen", leader, TM_TOKEN=token, TM_MEMORY=memory)
-    process = node(
-        "--listen", member, "--leader", leader, "--pool", "other", "--host-id", "h2", TM_TOKEN=token, TM_MEMORY=memory
-    )
-    os.environ["TM_TOKEN"] = token  # pool_env's monkeypatch puts it back
-
-    def both() -> bool:
-        try:
-            return len(json.loads(cli("stat", "--json", "--address", leader))["nodes"]) == 2
-        except AssertionError:
-            return False
-
-    assert eventually(both, timeout=20)
-    return process, member, leader
-
-
 def test_a_drained_member_is_out_of_the_view_at_once(
     node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TM_TOKEN", "")
-    process, member, leader = two_nodes(node)
+    process, member, leader = two_nodes(node, monkeypatch)
     started = time.monotonic()
     assert "has left the pool" in cli("drain", "--address", member)
     assert len(json.loads(cli("stat", "--json", "--address", leader))["nodes"]) == 1

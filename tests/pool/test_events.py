@@ -55,10 +55,10 @@ def test_what_expires_or_is_evicted_is_told(pool: tm.Pool) -> None:
     with pool.subscribe() as subscription:
         pool.put("short", b"1", ttl_s=0.3)
         assert told(drain(subscription, 1.5)) == [("stored", "short"), ("removed", "short")]
-        for i in range(30):
+        for i in range(20):
             pool.put(f"big/{i}", torch.zeros(16 << 20, dtype=torch.uint8))
         events = drain(subscription)
-        assert sum(event.kind == "removed" for event in events) >= 14
+        assert sum(event.kind == "removed" for event in events) >= 4
         assert subscription.keys == set(pool.keys())
 
 

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import numpy as np
 
-from torch_mooncake import context
+from torch_mooncake import aio, context
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.errors import Corrupt, InvalidArgument, KeyNotFound, Unsupported
 from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, hash_of_name, page_hashes, root_hash
@@ -136,22 +136,11 @@ class PoolKV:
         With ``pin_s`` (at most an hour) those are not evicted for so long: until ``release``, or the pool is closed.
         Without, a page may be gone before it is read. Not a use: only ``get_pages`` is.
         """
-        from torch_mooncake import _core
-
-        if not 0 <= pin_s <= _core.MAX_PIN_MS / 1000:
-            raise InvalidArgument(f"pin_s is 0 to {_core.MAX_PIN_MS // 1000} seconds, not {pin_s!r}")
-        if not hashes:
-            return 0
-        deadline = deadline_ns(timeout)
-        return _core.match_prefix(self._client(deadline), self._keys(hashes), int(pin_s * 1000), deadline)
+        return self._pool().exists_prefix(self._keys(hashes), pin_s=pin_s, timeout=timeout)
 
     def release(self, hashes: Sequence[PageHash], *, timeout: float | None = 30) -> None:
         """End what ``match_prefix(pin_s=)`` of this pool's client has pinned of ``hashes``."""
-        from torch_mooncake import _core
-
-        deadline = deadline_ns(timeout)
-        if hashes:
-            _core.refresh_keys(self._client(deadline), self._keys(hashes), True, deadline)
+        self._pool().unpin(self._keys(hashes), timeout=timeout)
 
     def get_pages(self, hashes: Sequence[PageHash], pages: Sequence[int], *, timeout: float | None = 30) -> int:
         """Loads the longest leading run of ``hashes`` that the pool has into the cache's ``pages``; returns its length.
@@ -168,7 +157,7 @@ class PoolKV:
         started = time.perf_counter()
         deadline = deadline_ns(timeout)
         keys, ids = self._keys(hashes), self._kv.layout.page_ids(pages[: len(hashes)]).tolist()
-        client = self._client(deadline)
+        client = self._pool()._client(deadline)
         objects: list[Any] = []
         for _ in range(2):  # what was evicted since it was located may be there again
             found = self._locate(client, keys, len(objects), deadline)
@@ -211,7 +200,7 @@ class PoolKV:
             return 0
         started = time.perf_counter()
         deadline = deadline_ns(timeout)
-        client, keys = self._client(deadline), self._keys(hashes)
+        client, keys = self._pool()._client(deadline), self._keys(hashes)
         chain = keys if parent is None else [self.key(parent), *keys]
         # What comes before must not go while this is written.
         pin_ms = int(1000 * min(_PIN_S, _PIN_S if timeout is None else timeout))
@@ -243,6 +232,20 @@ class PoolKV:
                 raise outcome
         return stored
 
+    async def amatch_prefix(self, hashes: Sequence[PageHash], **options: Any) -> int:
+        """``match_prefix``, on the library's threads."""
+        return await aio.in_thread(lambda: self.match_prefix(hashes, **options))
+
+    async def aget_pages(self, hashes: Sequence[PageHash], pages: Sequence[int], **options: Any) -> int:
+        """``get_pages``, on the library's threads. When it is cancelled the pages' content is unspecified, and they may
+        still be written until the call has ended by its timeout."""
+        return await aio.in_thread(lambda: self.get_pages(hashes, pages, **options))
+
+    async def aput_pages(self, hashes: Sequence[PageHash], pages: Sequence[int], **options: Any) -> int:
+        """``put_pages``, on the library's threads. When it is cancelled the pages may still be read until the call has
+        ended by its timeout."""
+        return await aio.in_thread(lambda: self.put_pages(hashes, pages, **options))
+
     @property
     def page_nbytes(self) -> int:
         """Of one page, all layers."""
@@ -250,9 +253,8 @@ class PoolKV:
 
     # --- inside ---
 
-    def _client(self, deadline: int) -> Any:
-        pool: Pool = context.default() if isinstance(self._given, ModuleType) else self._given
-        return pool._client(deadline)
+    def _pool(self) -> Pool:
+        return context.default() if isinstance(self._given, ModuleType) else self._given
 
     def _keys(self, hashes: Sequence[PageHash]) -> list[str]:
         return [self.key(page_hash) for page_hash in hashes]

@@ -1,0 +1,92 @@
+"""KV pages and events where the pages lie on one node and the directory is another."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from processes import PoolEnv, command_line, eventually
+from services import ask, becomes_ready, cli, free_port, two_nodes
+
+import torch_mooncake as tm
+from torch_mooncake.kv import PagedKV
+
+PAGES = 40
+
+
+def cache(fill: int) -> PagedKV:
+    return PagedKV([torch.full((PAGES, 2, 8, 4, 512), fill, dtype=torch.float32) for _ in range(4)])  # 512 KiB a page
+
+
+def fill(pool: tm.Pool, name: str, mib: int) -> None:
+    for i in range(mib // 4):
+        pool.put(f"{name}/{i}", torch.zeros(4 << 20, dtype=torch.uint8))
+
+
+@pytest.fixture
+def pools(node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(a client of the member, where its objects go; one of the leader; the member's address)."""
+    _, member, leader = two_nodes(node, monkeypatch)
+    with tm.Pool(member) as there, tm.Pool(leader) as here:
+        yield there, here, member
+
+
+def test_pages_of_another_node_are_matched_pinned_and_evicted_from_the_end(pools: Any) -> None:
+    there, here, _ = pools
+    hashes = [b"%d" % i for i in range(PAGES)]
+    source, target = cache(7), cache(0)
+    store, load = there.kv("m", source), here.kv("m", target)
+    assert store.put_pages(hashes, range(PAGES)) == PAGES
+    member = next(n for n in here.stat()["nodes"] if not n["is_home"])
+    assert member["extents"] == PAGES
+    assert load.match_prefix([*hashes, b"no"], pin_s=60) == PAGES
+    fill(there, "a", 200)
+    assert load.get_pages(hashes, range(PAGES)) == PAGES
+    assert all(torch.equal(a, b) for a, b in zip(source.layers, target.layers, strict=True))
+    load.release(hashes)
+
+    rounds = itertools.count()
+
+    def some_are_gone() -> bool:
+        fill(there, f"b{next(rounds)}", 16)
+        return load.match_prefix(hashes) < PAGES
+
+    assert eventually(some_are_gone, 30)
+    n = load.match_prefix(hashes)
+    assert here.exists([load.key(h) for h in hashes]) == [i < n for i in range(PAGES)]
+    assert load.get_pages(hashes, range(PAGES)) == n
+
+
+def test_what_leaves_with_its_node_is_told(pools: Any) -> None:
+    there, here, member = pools
+    kv = there.kv("m", cache(1))
+    hashes = [1, 2, 3]
+    with here.subscribe("kv/") as subscription:
+        kv.put_pages(hashes, [0, 1, 2])
+        assert eventually(lambda: len(subscription.get()) and len(subscription.keys) == 3)
+        assert here.kv("m", cache(0)).match_prefix(hashes, pin_s=5) == 3
+        cli("drain", "--address", member)
+        assert eventually(lambda: len(subscription.get()) and not subscription.keys)
+        assert here.kv("m", cache(0)).match_prefix(hashes, pin_s=5) == 0
+
+
+@pytest.mark.slow
+def test_a_member_whose_leader_is_silent_is_alive_and_not_ready(
+    node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    two_nodes(node, monkeypatch, "--http", f"127.0.0.1:{port}")
+    assert becomes_ready(port)
+    keeper, worker = [pid for pid in pool_env.nodes() if "--leader" not in command_line(pid)]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        assert eventually(lambda: "has not heard from its leader" in ask(port, "/readyz")[1], 15)
+        assert ask(port, "/healthz")[0] == 200
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert becomes_ready(port)
+    assert keeper in pool_env.nodes()

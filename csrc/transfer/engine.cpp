@@ -5,6 +5,7 @@
 #include "common/process.h"
 #include "common/random.h"
 #include "memory/shared_heap.h"
+#include "transfer/cuda/endpoint.h"
 #include "transfer/cuda/memory.h"
 #include "transfer/cuda/stream.h"
 #include "transfer/engine_impl.h"
@@ -124,6 +125,7 @@ void EngineImpl::attach() {
   StreamEndpoint::attach(*this);
   rdma::RdmaEndpoint::attach(*this);
   StageEndpoint::attach(*this);
+  CudaEndpoint::attach(*this);
 }
 
 EngineImpl::~EngineImpl() {
@@ -244,6 +246,14 @@ Result<RegionPtr> EngineImpl::register_cuda(void* data, uint64_t nbytes, RegionO
   TM_TRY(usable());
   if (nbytes == 0) return Status(Code::invalid_argument, "there is no CUDA memory in 0 bytes");
   TM_ASSIGN(auto memory, CudaMemory::of(reinterpret_cast<uint64_t>(data), nbytes));
+  // A region that neither keeps its memory nor lets peers write it is a weak one: its memory may be freed at any time.
+  memory->set_shareable(options.keep != nullptr || options.writable);
+  struct Keep {
+    std::shared_ptr<CudaMemory> memory;
+    std::shared_ptr<void> user;
+    ~Keep() { memory->detach(); }  // before the user's memory goes
+  };
+  options.keep = std::shared_ptr<Keep>(new Keep{memory, std::move(options.keep)});
   return add_region({.data = data, .nbytes = nbytes, .kind = MemoryKind::cuda, .backing = std::move(memory)},
                     std::move(options));
 }

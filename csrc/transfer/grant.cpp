@@ -25,6 +25,17 @@ bool GrantTable::mark_mapped(uint32_t grant, UniqueFd process) {
   return true;
 }
 
+void GrantTable::unmark_mapped(uint32_t grant) {
+  RegionImplPtr region;
+  {
+    std::lock_guard lock(mutex_);
+    auto it = grants_.find(grant);
+    if (it == grants_.end() || !std::exchange(it->second.mapped, false)) return;
+    region = it->second.region;
+  }
+  region->usage().release(user_);
+}
+
 void GrantTable::remove(uint32_t grant) {
   Grant gone;
   {

@@ -51,6 +51,8 @@ class GrantTable {
   RegionImplPtr find(uint32_t grant) const;
   // The peer is about to map the region's segment. False if the region is being deregistered, or there is no grant.
   bool mark_mapped(uint32_t grant, UniqueFd process);
+  // It has not mapped it after all; the grant stays.
+  void unmark_mapped(uint32_t grant);
   // The peer dropped the grant, or answered a revoke: nothing of it is touched any more.
   void remove(uint32_t grant);
   void remove_all();

@@ -32,8 +32,8 @@ class Metrics {
   void read(EngineStats& out) const;
 
  private:
-  static constexpr std::array<std::string_view, 10> kTransports = {"local", "shm",  "process_vm", "unix", "tcp",
-                                                                   "file",  "cuda", "staged",     "rdma", "mixed"};
+  static constexpr std::array<std::string_view, 11> kTransports = {
+      "local", "shm", "process_vm", "unix", "tcp", "file", "cuda", "cuda_ipc", "staged", "rdma", "mixed"};
   static constexpr int kShards = 8, kDirections = 2, kOutcomes = 4;
   static constexpr int kClasses = OpStats::kClassBytes.size(), kBuckets = OpStats::kBuckets;
   using Counter = std::atomic<uint64_t>;

@@ -1,5 +1,7 @@
 #include "transfer/peer.h"
 
+#include <algorithm>
+
 #include "transfer/cuda/endpoint.h"
 #include "transfer/engine_impl.h"
 #include "transfer/file/endpoint.h"
@@ -24,12 +26,13 @@ PeerImpl::PeerImpl(EngineImpl& engine, rpc::SessionPtr session)
     if (option == "shm") {
       endpoints_.push_back(std::make_unique<SegmentEndpoint>(*this));
       endpoints_.push_back(std::make_unique<ProcessVmEndpoint>(*this));
+      endpoints_.push_back(std::make_unique<CudaEndpoint>(*this, true));
     }
     if (option == "rdma") endpoints_.push_back(std::make_unique<rdma::RdmaEndpoint>(*this));
     if (option == "tcp") endpoints_.push_back(std::make_unique<StreamEndpoint>(*this));
   }
   // No options: they take part only where somebody has registered a file or a device.
-  endpoints_.push_back(std::make_unique<CudaEndpoint>(*this));
+  endpoints_.push_back(std::make_unique<CudaEndpoint>(*this, false));
   endpoints_.push_back(std::make_unique<FileEndpoint>(*this));
   endpoints_.push_back(std::make_unique<StageEndpoint>(*this, false));
   endpoints_.push_back(std::make_unique<StageEndpoint>(*this, true));
@@ -221,7 +224,7 @@ void PeerImpl::on_revoke(rpc::Message request, rpc::Responder responder) {
   }
   if (!remote) return responder.ok();
   auto shared = std::make_shared<rpc::Responder>(std::move(responder));
-  remote->usage().revoke([shared] { shared->ok(); });
+  remote->take_back([shared] { shared->ok(); });
   engine_.callbacks()->post([remote] {});  // perhaps the last reference
 }
 
@@ -275,13 +278,13 @@ void PeerImpl::release_all(Deadline deadline) {
   {
     std::lock_guard lock(mutex_);
     for (auto& [grant, weak] : by_grant_)
-      if (auto remote = weak.lock(); remote && remote->mapped()) mapped.push_back(std::move(remote));
+      if (auto remote = weak.lock(); remote && remote->maps()) mapped.push_back(std::move(remote));
   }
   if (mapped.empty() || !alive()) return;
   auto left = std::make_shared<std::atomic<size_t>>(mapped.size());
   auto idle = std::make_shared<Event>();
   for (auto& remote : mapped)
-    remote->usage().revoke([left, idle] {
+    remote->take_back([left, idle] {
       if (left->fetch_sub(1) == 1) idle->set();
     });
   // A copy that is stuck keeps its grant: the owner then waits for our death.
@@ -329,6 +332,17 @@ Result<RemoteRegionPtr> PeerHandle::open(std::string_view descriptor, Deadline d
 void PeerImpl::session_over(const Status& why) {
   for (auto& endpoint : endpoints_) endpoint->session_over(why);
   stop_ops(why);
+  // What is no host memory goes with the session; host memory that is mapped stays with whoever holds mapped().
+  std::vector<std::shared_ptr<RemoteRegionImpl>> remotes;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [grant, weak] : by_grant_)
+      if (auto remote = weak.lock()) remotes.push_back(std::move(remote));
+  }
+  for (auto& remote : remotes) {
+    if (remote->maps() && !remote->mapped()) remote->take_back([] {});
+    engine_.callbacks()->post([remote] {});  // perhaps the last reference
+  }
   auto self = shared_from_this();
   engine_.hold(grants_.take_held(), self);
   session_->set_state(rpc::Session::kTransferSlot, nullptr);
@@ -348,7 +362,32 @@ Status RemoteRegionImpl::reachable(Direction d, MemoryKind local) const {
           std::string("no allowed transport carries this kind of local memory ") + (read ? "from " : "to ") + name()};
 }
 
-RemoteRegionImpl::~RemoteRegionImpl() { static_cast<PeerImpl&>(*peer_).forget_remote(opened_); }
+RemoteRegionImpl::~RemoteRegionImpl() {
+  paths_ = {};  // unmapped before the owner hears of it
+  static_cast<PeerImpl&>(*peer_).forget_remote(opened_);
+}
+
+std::vector<RemoteMemoryPtr> RemoteRegionImpl::mappings() const {
+  std::vector<RemoteMemoryPtr> out;
+  for (auto& of_kind : paths_)
+    for (auto& path : of_kind)
+      if (path.memory && path.memory->maps() && std::find(out.begin(), out.end(), path.memory) == out.end())
+        out.push_back(path.memory);
+  return out;
+}
+
+bool RemoteRegionImpl::maps() const { return !mappings().empty(); }
+
+void RemoteRegionImpl::take_back(std::function<void()> gone) {
+  usage_.revoke([memories = mappings(), gone = std::move(gone)] {
+    auto left = std::make_shared<std::atomic<size_t>>(memories.size() + 1);
+    auto one_gone = [left, gone] {
+      if (left->fetch_sub(1) == 1) gone();
+    };
+    for (auto& memory : memories) memory->let_go(one_gone);
+    one_gone();
+  });
+}
 
 std::string RemoteRegionImpl::transport() const {
   for (auto& of_kind : paths_)

@@ -117,7 +117,7 @@ class PeerHandle final : public Peer {
   std::atomic<bool> closed_{false};
 };
 
-class RemoteRegionImpl final : public RemoteRegion {
+class RemoteRegionImpl final : public RemoteRegion, public std::enable_shared_from_this<RemoteRegionImpl> {
  public:
   struct Path {
     TransportEndpoint* endpoint = nullptr;
@@ -140,12 +140,16 @@ class RemoteRegionImpl final : public RemoteRegion {
   Status reachable(Direction d, MemoryKind local) const;
   // Users of the owner's bytes in this process. Revoked when the owner calls the grant back.
   Usage& usage() { return usage_; }
+  // `gone` once nothing here touches the owner's memory any more, nor ever will.
+  void take_back(std::function<void()> gone);
+  bool maps() const;  // the owner's memory is mapped here, for whatever it is
   std::string name() const;
 
  private:
+  std::vector<RemoteMemoryPtr> mappings() const;  // each once
   const std::shared_ptr<Peer> peer_;
   const OpenedRegion opened_;
-  const Paths paths_;
+  Paths paths_;
   Usage usage_;
 };
 

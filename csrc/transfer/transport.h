@@ -7,6 +7,7 @@
 // not wait; everything else may come on any thread, I/O threads among them, and must not block.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -39,6 +40,11 @@ class RemoteMemory {
   virtual ~RemoteMemory() = default;
   // Non-null if the bytes are in this process' address space.
   virtual std::shared_ptr<const std::byte> mapped() const { return nullptr; }
+  // The owner's memory is mapped here, and the owner waits until it hears that it is no more.
+  virtual bool maps() const { return mapped() != nullptr; }
+  // Nothing is being copied, and nothing will be: gives back what the owner has to have back, then calls `gone`, here
+  // or on another thread. Must not block.
+  virtual void let_go(std::function<void()> gone) { gone(); }
 };
 using RemoteMemoryPtr = std::shared_ptr<RemoteMemory>;
 

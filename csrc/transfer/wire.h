@@ -13,6 +13,8 @@ enum Method : uint16_t {
   kRevoke = 104,          // call, by the owner: answered when the holder touches the mapped bytes no more
   kReleaseAll = 105,      // call, by the holder, before it closes the session
   kSegment = 110,         // call: grant -> the segment's fd (shm)
+  kCudaShare = 112,       // call: grant -> handles of the allocations it lies in (cuda_ipc)
+  kCudaNotMapped = 113,   // post: grant, whose allocations could not be mapped after all
   kPull = 120,            // call: target, read this from my memory (process_vm); answered when applied
   kPullCancel = 121,      // call: answered when that pull writes no more
   kWrite = 130,           // call: a stream of chunks follows on the lanes; answered when all are applied (tcp)

@@ -49,6 +49,31 @@ def test_cgroup_limits_of_both_versions_and_of_the_parents(tmp_path: Path) -> No
     assert checks.cgroup_memory_limit(tmp_path / "nothing") is None
 
 
+def test_gpudirect_storage_with_and_without_its_library_and_its_kernel_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = {"libcuda.so.1"}
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            if name not in libraries:
+                raise OSError(f"{name}: cannot open shared object file")
+
+        def cuDriverGetVersion(self, version: object) -> int:
+            return 0
+
+    monkeypatch.setattr(checks.ctypes, "CDLL", Library)
+    found = named(list(checks.cuda(tmp_path)), "GPUDirect Storage")
+    assert found.ok
+    assert "pinned memory" in found.value
+    libraries.add("libcufile.so.0")
+    found = named(list(checks.cuda(tmp_path)), "GPUDirect Storage")
+    assert not found.ok
+    assert "nvidia_fs" in found.advice
+    found = named(list(checks.cuda(write(tmp_path, {"proc/driver/nvidia-fs/version": "2.1\n"}))), "GPUDirect Storage")
+    assert found.ok
+
+
 def test_rdma_ports_that_are_down_and_devices_that_may_not_be_opened(tmp_path: Path) -> None:
     ports = {f"sys/class/infiniband/mlx5_{i}/ports/1/state": s for i, s in enumerate(["4: ACTIVE\n", "1: DOWN\n"])}
     found = list(checks.rdma(write(tmp_path, ports)))

@@ -134,6 +134,7 @@ def cuda(root: Path) -> Iterator[Check]:
         # Needs no cuInit: makes no context.
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
         yield Check("CUDA driver", True, f"CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+        yield from _direct_storage(root)
     except (OSError, AttributeError) as error:
         if present:
             advice = (
@@ -142,6 +143,17 @@ def cuda(root: Path) -> Iterator[Check]:
             yield Check("CUDA driver", False, str(error), advice)
         else:
             yield Check("CUDA driver", True, "none: only CPU tensors")
+
+
+def _direct_storage(root: Path) -> Iterator[Check]:
+    try:
+        ctypes.CDLL("libcufile.so.0")  # opens no driver
+    except OSError:
+        yield Check("GPUDirect Storage", True, "no libcufile: pinned memory between files and devices")
+        return
+    loaded = (root / "proc/driver/nvidia-fs").exists()
+    value = "libcufile and nvidia-fs" if loaded else "libcufile, no nvidia-fs: cuFile reads through host memory itself"
+    yield Check("GPUDirect Storage", loaded, value, "load the nvidia-fs kernel module: modprobe nvidia_fs")
 
 
 def huge_pages(root: Path) -> Iterator[Check]:

@@ -264,4 +264,32 @@ TEST_CASE("cuda: an op that ends while the stream refuses it has let go of the f
   device.cuda.destroy_stream(0, stream);
 }
 
+TEST_CASE("cuda: when the device has failed, an op's flag is not given to the next before the op has ended") {
+  Device device;
+  Pair pair(Way::cuda);
+  Memory source(Way::cuda, 1 << 20), target(Way::cuda, 1 << 20);
+  auto local = source.register_in(*pair.a);
+  auto remote = pair.open(target.register_in(*pair.b));
+  void* stream = must(device.cuda.make_stream(0));
+  auto op =
+      std::make_shared<transfer::OpImpl>(std::static_pointer_cast<transfer::PeerImpl>(remote->peer()), Direction::write,
+                                         std::vector<Batch>{{local, remote, {{0, 0, 1 << 20}}}}, OpOptions{});
+  std::atomic<bool> ending{false};
+  op->when_quiescent([&] {  // the op takes its time to end
+    ending = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  });
+  device.cuda.at_wait_flag = [&] { device.cuda.broken = true; };
+  REQUIRE_OK(transfer::start_on_stream(op, StreamOrder{0, reinterpret_cast<uintptr_t>(stream)}));
+  REQUIRE(eventually([&] { return ending.load(); }));
+  auto* queue = must(transfer::CudaQueue::of(must(transfer::CudaDriver::get()), 0));
+  auto* flag = must(queue->take_flag());
+  CHECK(op->wait(Deadline::never()).code() == Code::io);
+  CHECK(__atomic_load_n(flag, __ATOMIC_ACQUIRE) == 0);
+  queue->give_flag(flag);
+  device.cuda.broken = false;
+  device.cuda.at_wait_flag = nullptr;
+  device.cuda.destroy_stream(0, stream);
+}
+
 }  // namespace transfer_test

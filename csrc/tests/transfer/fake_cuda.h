@@ -1,6 +1,12 @@
-// FakeCuda: a CUDA driver without a device. Its memory is host memory that only it hands out; streams are threads that
-// carry out what is queued, as slowly and as badly as a test wants.
+// FakeCuda: a CUDA driver without a device. Its memory is memory of the host (memfd, so that another process can really
+// map what is shared with it) that only it hands out; streams are threads that carry out what is queued, as slowly and
+// as badly as a test wants.
 #pragma once
+
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -30,29 +36,40 @@ class FakeCuda final : public transfer::CudaDriver {
   std::atomic<int> fail_copies{0};     // so many of the next copies fail
   std::atomic<bool> hang{false};       // streams stand still
   std::atomic<bool> no_flags{false};   // the device has no stream memory operations
+  std::atomic<bool> broken{false};     // every event fails, as after an error that the device does not recover from
   std::function<void()> at_wait_flag;  // runs in it first
   std::atomic<int> events_alive{0};
 
-  // One allocation; or many parts side by side, as expandable segments map them.
-  std::shared_ptr<void> allocate(size_t nbytes, size_t parts = 1) {
-    auto* memory = static_cast<char*>(std::aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096 + 4096));
-    std::memset(memory, 0, nbytes);
+  std::atomic<int> device_count{1};
+  std::atomic<bool> peer_access{true};  // between any two devices
+  std::atomic<int> first_used{0};       // devices from there on have a context in this process
+  std::atomic<char> hardware{'0'};      // of device 0: other processes may see other devices
+  std::atomic<bool> no_share{false}, no_map{false}, no_ids{false};
+  std::atomic<int> mappings_alive{0}, mappings_made{0};
+
+  // One allocation as by cudaMalloc; or many parts side by side, each mapped from a handle, as expandable segments are.
+  std::shared_ptr<void> allocate(size_t nbytes, size_t parts = 1, int device = 0, void* at = nullptr) {
+    constexpr size_t kPage = 4096;
+    auto round_up = [](size_t n) { return (n + kPage - 1) / kPage * kPage; };
+    size_t room = round_up(nbytes) + kPage, each = round_up((nbytes + parts - 1) / parts);
+    auto* memory = static_cast<char*>(
+        mmap(at, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | (at ? MAP_FIXED_NOREPLACE : 0), -1, 0));
+    REQUIRE(memory != MAP_FAILED);
     std::lock_guard lock(mutex_);
-    if (nbytes < parts) parts = 1;
-    size_t each = nbytes / parts;
-    for (size_t i = 0; i < parts; ++i) {
-      auto base = reinterpret_cast<uint64_t>(memory) + i * each;
-      allocations_[base] = {base, i + 1 == parts ? nbytes - i * each : each, 0};
+    for (size_t begin = 0; begin < nbytes; begin += each) {
+      size_t n = std::min(each, nbytes - begin);
+      auto fd = std::make_shared<UniqueFd>(memfd_create("fake-cuda", MFD_CLOEXEC));
+      REQUIRE(ftruncate(fd->get(), static_cast<off_t>(round_up(n))) == 0);
+      REQUIRE(mmap(memory + begin, round_up(n), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd->get(), 0) ==
+              memory + begin);
+      auto base = reinterpret_cast<uint64_t>(memory) + begin;
+      allocations_[base] = {{base, n, device, next_id_++}, std::move(fd), parts > 1};
     }
-    return std::shared_ptr<void>(memory, [this](void* p) {
+    return std::shared_ptr<void>(memory, [this, room](void* p) {
       std::lock_guard relock(mutex_);
-      auto from = allocations_.find(reinterpret_cast<uint64_t>(p));
-      uint64_t end = from->first;
-      while (from != allocations_.end() && from->first == end) {
-        end += from->second.nbytes;
-        from = allocations_.erase(from);
-      }
-      std::free(p);
+      auto begin = reinterpret_cast<uint64_t>(p);
+      allocations_.erase(allocations_.lower_bound(begin), allocations_.lower_bound(begin + room));
+      munmap(p, room);
     });
   }
   // A kernel.
@@ -62,9 +79,13 @@ class FakeCuda final : public transfer::CudaDriver {
   Result<transfer::CudaAllocation> find(uint64_t address) override {
     std::lock_guard lock(mutex_);
     auto it = allocations_.upper_bound(address);
-    if (it != allocations_.begin() && address < (--it)->first + it->second.nbytes) return it->second;
-    return Status(Code::invalid_argument, "there is no device memory at that address");
+    if (it == allocations_.begin() || address >= (--it)->first + it->second.where.nbytes)
+      return Status(Code::invalid_argument, "there is no device memory at that address");
+    auto found = it->second.where;
+    if (no_ids) found.id = 0;
+    return found;
   }
+  Result<std::shared_ptr<void>> make_current(int) override { return std::shared_ptr<void>(std::make_shared<int>()); }
   Result<transfer::CudaStream> make_stream(int) override { return static_cast<void*>(new Stream(*this)); }
   void destroy_stream(int, transfer::CudaStream stream) override { delete static_cast<Stream*>(stream); }
   Status copy(int, void* dst, const void* src, size_t n, transfer::CudaStream stream) override {
@@ -86,6 +107,7 @@ class FakeCuda final : public transfer::CudaDriver {
     return static_cast<void*>(event);
   }
   Result<bool> reached(int, transfer::CudaEvent event) override {
+    if (broken) return Status(Code::io, "an illegal memory access was encountered");
     int state = (*static_cast<std::shared_ptr<Event>*>(event))->state;
     if (state == 2) return Status(Code::io, "an illegal memory access was encountered");
     return state == 1;
@@ -107,6 +129,37 @@ class FakeCuda final : public transfer::CudaDriver {
   }
   Result<UniqueFd> export_dmabuf(uint64_t, size_t) override {
     return Status(Code::unsupported, "the fake has no dmabuf");
+  }
+
+  int devices() const override { return device_count; }
+  std::string uuid(int device) override { return std::string("fake GPU ") + static_cast<char>(hardware + device); }
+  bool in_use(int device) override { return device >= first_used; }
+  bool reaches(int device, int other) override { return device == other || peer_access; }
+  Result<transfer::CudaHandle> share(const transfer::CudaAllocation& allocation) override {
+    if (no_share) return Status(Code::io, "cuIpcGetMemHandle: invalid argument");
+    std::lock_guard lock(mutex_);
+    auto it = allocations_.find(allocation.base);
+    if (it == allocations_.end()) return Status(Code::io, "cuIpcGetMemHandle: invalid argument");
+    transfer::CudaHandle out;
+    int fd = it->second.fd->get();
+    if (it->second.from_handle)
+      out.fd.reset(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    else
+      out.name = "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(fd);
+    return out;
+  }
+  Result<std::shared_ptr<void>> map(int, transfer::CudaHandle handle, uint64_t nbytes) override {
+    if (no_map) return Status(Code::io, "cuIpcOpenMemHandle: invalid device context");
+    if (!handle.fd.valid()) handle.fd.reset(open(handle.name.c_str(), O_RDWR | O_CLOEXEC));
+    if (!handle.fd.valid()) return Status(Code::io, "cuIpcOpenMemHandle: mapping of buffer object failed");
+    void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, handle.fd.get(), 0);
+    if (at == MAP_FAILED) return Status(Code::io, "cuMemMap: out of memory");
+    ++mappings_alive;
+    ++mappings_made;
+    return std::shared_ptr<void>(at, [this, nbytes](void* p) {
+      munmap(p, nbytes);
+      --mappings_alive;
+    });
   }
 
   struct Event {
@@ -147,7 +200,13 @@ class FakeCuda final : public transfer::CudaDriver {
 
  private:
   std::mutex mutex_;
-  std::map<uint64_t, transfer::CudaAllocation> allocations_;
+  struct Allocation {
+    transfer::CudaAllocation where;
+    std::shared_ptr<UniqueFd> fd;
+    bool from_handle;
+  };
+  uint64_t next_id_ = 1;
+  std::map<uint64_t, Allocation> allocations_;
 };
 
 }  // namespace transfer_test

@@ -175,6 +175,27 @@ class Hanging final : public IoQueue {
 
 }  // namespace
 
+TEST_CASE("a thread may end while the kernel works on what it has asked for") {
+  for (auto* place : kPlaces) {
+    CAPTURE(place);
+    Folder folder(place);
+    constexpr size_t kBytes = 48 << 20;
+    for (auto& queue : queues()) {
+      CAPTURE(queue->name());
+      auto file = must(File::open(
+          {.path = folder / queue->name(), .fd = -1, .nbytes = kBytes, .writable = true, .create = true}, queue));
+      Buffer source(kBytes), target(kBytes);
+      fill(source.base, kBytes, 3);
+      std::shared_ptr<Moved> moved;
+      std::thread([&] { moved = start(*file, Direction::write, {{source.base, 0, kBytes}}); }).join();
+      REQUIRE_OK(moved->wait());
+      std::thread([&] { moved = start(*file, Direction::read, {{target.base, 0, kBytes}}); }).join();
+      REQUIRE_OK(moved->wait());
+      CHECK(mismatch(target.base, kBytes, 3) == kBytes);
+    }
+  }
+}
+
 TEST_CASE("file: sizes, offsets and alignments, written and read back") {
   for (auto* place : kPlaces) {
     CAPTURE(place);

@@ -32,16 +32,18 @@ enum class Way {
   file_by_shm,
   file_by_tcp,
   cuda,
-  cuda_by_tcp
+  cuda_by_tcp,
+  cuda_ipc
 };
 inline constexpr Way kWays[] = {Way::local, Way::segment, Way::process_vm, Way::unix_socket,
                                 Way::tcp,   Way::rdma,    Way::file,       Way::cuda};
 inline constexpr Way kTwoProcessWays[] = {Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma};
-// The same, and a file of the other process: staged through slots, which are mapped or sent.
-inline constexpr Way kAllTwoProcessWays[] = {Way::segment, Way::process_vm,  Way::unix_socket, Way::tcp,
-                                             Way::rdma,    Way::file_by_shm, Way::file_by_tcp, Way::cuda_by_tcp};
+// The same, a file of the other process, staged through slots, which are mapped or sent, and its CUDA memory.
+inline constexpr Way kAllTwoProcessWays[] = {Way::segment,     Way::process_vm,  Way::unix_socket,
+                                             Way::tcp,         Way::rdma,        Way::file_by_shm,
+                                             Way::file_by_tcp, Way::cuda_by_tcp, Way::cuda_ipc};
 inline bool is_file(Way way) { return way == Way::file || way == Way::file_by_shm || way == Way::file_by_tcp; }
-inline bool is_cuda(Way way) { return way == Way::cuda || way == Way::cuda_by_tcp; }
+inline bool is_cuda(Way way) { return way == Way::cuda || way == Way::cuda_by_tcp || way == Way::cuda_ipc; }
 // The kind of memory that an op reads and writes on its own side.
 inline Way local_of(Way way) { return is_file(way) || is_cuda(way) ? Way::process_vm : way; }
 
@@ -67,6 +69,8 @@ inline const char* name_of(Way way) {
       return "staged";
     case Way::cuda:
       return "cuda";
+    case Way::cuda_ipc:
+      return "cuda_ipc";
   }
   return "";
 }
@@ -90,6 +94,9 @@ inline EngineOptions options_for(Way way, const std::string& name) {
     case Way::file:
     case Way::file_by_shm:
     case Way::cuda:
+      break;
+    case Way::cuda_ipc:
+      FakeCuda::install();  // a process that uses no CUDA maps none
       break;
     case Way::file_by_tcp:
     case Way::cuda_by_tcp:
@@ -133,7 +140,7 @@ struct Memory {
       segment = must(Segment::create("test", n == 0 ? 1 : n, n == 0 ? 1 : n));
       mapping = must(segment->map(Protection::read_write));
     } else if (is_cuda(way)) {
-      device = FakeCuda::install().allocate(n == 0 ? 1 : n, 3);
+      device = FakeCuda::install().allocate(n == 0 ? 1 : n, way == Way::cuda_ipc ? 1 : 3);
       data = static_cast<std::byte*>(device.get());
       return;
     } else if (is_file(way)) {

@@ -24,6 +24,14 @@ using CudaEvent = void*;
 struct CudaAllocation {
   uint64_t base = 0, nbytes = 0;
   int device = 0;
+  uint64_t id = 0;  // never another allocation's in this process; 0: the driver gives none
+};
+
+// What another process of this host needs to map an allocation: bytes that name it (cudaMalloc's), or a descriptor
+// (memory mapped from a handle, as torch's expandable segments are).
+struct CudaHandle {
+  std::string name{};
+  UniqueFd fd{};
 };
 
 class CudaDriver {
@@ -33,6 +41,10 @@ class CudaDriver {
 
   // invalid_argument: no device memory.
   virtual Result<CudaAllocation> find(uint64_t address) = 0;
+
+  // The device's context is this thread's current one until what is returned is dropped, on the same thread: for
+  // libraries that want one (cuFile).
+  virtual Result<std::shared_ptr<void>> make_current(int device) = 0;
 
   virtual Result<CudaStream> make_stream(int device) = 0;
   virtual void destroy_stream(int device, CudaStream stream) = 0;
@@ -49,17 +61,32 @@ class CudaDriver {
   // The stream goes on when *flag, a word of pinned memory, is at least `value`. unsupported: the device cannot.
   virtual Status wait_flag(int device, CudaStream stream, uint32_t* flag, uint32_t value) = 0;
 
-  // For NICs and disks that reach device memory themselves: page aligned ranges only.
+  // For NICs that reach device memory themselves: page aligned ranges only.
   virtual Result<UniqueFd> export_dmabuf(uint64_t address, size_t nbytes) = 0;
+
+  // --- Between processes of one host.
+  virtual int devices() const = 0;
+  virtual std::string uuid(int device) = 0;         // of the hardware, whatever its number in a process
+  virtual bool in_use(int device) = 0;              // this process has a context on it
+  virtual bool reaches(int device, int other) = 0;  // peer access, or the same device
+  // unsupported, io: this allocation cannot be shared, and why.
+  virtual Result<CudaHandle> share(const CudaAllocation& allocation) = 0;
+  // Maps all of another process' allocation, for copies by `device`; what get() gives is its address here. Dropping the
+  // last reference unmaps it, which may wait for the device. unsupported, io: it cannot be mapped here, and why.
+  virtual Result<std::shared_ptr<void>> map(int device, CudaHandle handle, uint64_t nbytes) = 0;
 
   // The process' driver, made by the first call. unsupported: there is no CUDA here, and why.
   static Result<std::shared_ptr<CudaDriver>> get();
   // Has get() made one? For doctor and explain(), which must make no context.
   static std::shared_ptr<CudaDriver> made();
+  // get() if this process uses CUDA already (the engine, or torch, has a context), else null: makes no context.
+  static std::shared_ptr<CudaDriver> if_used();
   // In place of the real one, from now on; null: the real one again. For tests.
   static void replace(std::shared_ptr<CudaDriver> driver);
 };
 
 Result<std::shared_ptr<CudaDriver>> open_libcuda();
+// Somebody in this process has loaded libcuda and made a context on some device.
+bool libcuda_in_use();
 
 }  // namespace torch_mooncake::transfer

@@ -1,89 +1,160 @@
 #include "transfer/cuda/endpoint.h"
 
 #include "transfer/cuda/lane.h"
+#include "transfer/cuda/share.h"
 #include "transfer/engine_impl.h"
-#include "transfer/move_part.h"
+#include "transfer/file/lane.h"
 #include "transfer/slices.h"
+#include "transfer/wire.h"
 
 namespace torch_mooncake::transfer {
+namespace {
 
-const Capabilities& CudaEndpoint::capabilities() const {
-  static constexpr Capabilities can{
-      .option = "",
-      .same_process = true,
-      .same_host = true,
-      .read = true,
-      .write = true,
-      .target_idle = true,
-      .owner_revokes = true,
-      .carries_notify = false,
-      .local_kinds = 1 << static_cast<int>(MemoryKind::host) | 1 << static_cast<int>(MemoryKind::cuda)};
-  return can;
+// For calls of the driver that may wait for what a device is at; of the process, as mappings may outlive engines.
+Worker& driver_worker() {
+  static auto* worker = new Worker("tm-cuda-share");
+  return *worker;
 }
 
-Result<RemoteMemoryPtr> CudaEndpoint::open(const OpenedRegion& opened, Direction, Deadline) {
-  if (opened.descriptor.kind != MemoryKind::cuda) return RemoteMemoryPtr();
-  auto owner = EngineImpl::find(opened.descriptor.engine);
-  if (!owner) return RemoteMemoryPtr();
-  auto region = owner->regions().find(opened.descriptor.region, opened.descriptor.generation);
-  if (!region) return Status(Code::key_not_found, "the remote region is not registered any more");
-  return RemoteMemoryPtr(std::make_shared<CudaRemote>(std::move(region)));
+// A peer's region, mapped into this process.
+class CudaMapped final : public RemoteMemory {
+ public:
+  explicit CudaMapped(std::shared_ptr<CudaMemory> memory) : memory_(std::move(memory)) {}
+  const std::shared_ptr<CudaMemory>& memory() const { return memory_; }
+  bool maps() const override { return true; }
+  void let_go(std::function<void()> gone) override {
+    driver_worker().post([memory = memory_, gone = std::move(gone)] {
+      memory->unmap();
+      gone();
+    });
+  }
+
+ private:
+  const std::shared_ptr<CudaMemory> memory_;
+};
+
+// What the owner answers to kCudaShare. The grant counts as mapped from the answer on.
+void on_share(PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
+  ByteReader in(request.body);
+  auto grant = in.get<uint32_t>();
+  auto first = in.get<uint32_t>();
+  auto region = peer.grants().find(grant);
+  if (!in.done() || !region || region->kind() != MemoryKind::cuda)
+    return responder.fail({Code::key_not_found, "grant " + std::to_string(grant) + " names no CUDA memory"});
+  if (!peer.same_host() || !peer.engine().allows("shm"))
+    return responder.fail({Code::unsupported, "its owner shares CUDA memory with processes of its host only, by shm"});
+  auto shared_peer = peer.shared_from_this();
+  auto answer = std::make_shared<rpc::Responder>(std::move(responder));
+  driver_worker().post([shared_peer, region, grant, first, answer] {
+    auto& peer = *shared_peer;
+    auto deregistered = [&] { answer->fail({Code::key_not_found, region->name() + " was deregistered"}); };
+    if (!region->usage().acquire(peer.name())) return deregistered();
+    auto shared = CudaShared::of(static_cast<CudaMemory&>(*region->backing()), first);
+    bool marked = shared && peer.grants().mark_mapped(grant, peer.session()->peer_process());
+    region->usage().release(peer.name());
+    if (!shared) return answer->fail(shared.status().with(region->name()));
+    if (!marked) return deregistered();
+    answer->ok(shared->first.encode(), std::move(shared->second));
+  });
+}
+
+}  // namespace
+
+void CudaEndpoint::attach(EngineImpl& engine) {
+  engine.handle(kCudaShare, on_share);
+  engine.handle(kCudaNotMapped, [](PeerImpl& peer, rpc::Message m, rpc::Responder r) {
+    peer.grants().unmark_mapped(ByteReader(m.body).get<uint32_t>());
+    r.ok();
+  });
+}
+
+const Capabilities& CudaEndpoint::capabilities() const {
+  constexpr uint8_t kLocal = (1 << kMemoryKinds) - 1;
+  static constexpr Capabilities here{.option = "",
+                                     .same_process = true,
+                                     .same_host = true,
+                                     .read = true,
+                                     .write = true,
+                                     .target_idle = true,
+                                     .owner_revokes = true,
+                                     .carries_notify = false,
+                                     .local_kinds = kLocal};
+  static constexpr Capabilities mapped{.option = "shm",
+                                       .same_process = false,
+                                       .same_host = true,
+                                       .read = true,
+                                       .write = true,
+                                       .target_idle = true,
+                                       .owner_revokes = false,
+                                       .carries_notify = false,
+                                       .local_kinds = kLocal};
+  return ipc_ ? mapped : here;
+}
+
+std::string CudaEndpoint::why_no_ipc() const {
+  if (EngineImpl::find(peer_.identity().engine)) return "the peer is an engine of this process";
+  if (!peer_.same_host()) return "the peer is not on this host";
+  if (auto features = peer_.features(); features.known && !features.shm) return "the peer does not allow shm";
+  if (!CudaDriver::if_used()) return "this process does not use CUDA";
+  return {};
+}
+
+Result<RemoteMemoryPtr> CudaEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
+  if (!ipc_) return RegionHere::open(opened, MemoryKind::cuda);
+  if (opened.descriptor.kind != MemoryKind::cuda || !why_no_ipc().empty()) return RemoteMemoryPtr();
+  {
+    std::lock_guard lock(mutex_);
+    if (auto known = last_memory_.lock(); known && last_grant_ == opened.grant) return known;
+  }
+  auto memory = map_cuda(peer_, CudaDriver::if_used(), opened, deadline);
+  if (!memory) {
+    auto code = memory.status().code();
+    (void)peer_.session()->post(kCudaNotMapped, ByteWriter().put(opened.grant).take());  // dead: it counts no more
+    if (code != Code::unsupported && code != Code::io) return memory.status();
+    std::lock_guard lock(mutex_);
+    not_mapped_ = memory.status().message();
+    return RemoteMemoryPtr();
+  }
+  RemoteMemoryPtr mapped = std::make_shared<CudaMapped>(std::move(*memory));
+  std::lock_guard lock(mutex_);
+  last_grant_ = opened.grant;
+  last_memory_ = mapped;
+  return mapped;
 }
 
 Explanation CudaEndpoint::explain() const {
   Explanation out;
   out.transport = name();
-  out.serves = "CUDA memory of this process";
+  out.option = capabilities().option;
+  out.serves = ipc_ ? "CUDA memory of the peer, mapped here" : "CUDA memory of this process";
   out.ordinary_memory = false;
-  if (!EngineImpl::find(peer_.identity().engine)) out.no_read = out.no_write = "the peer is no engine of this process";
+  if (ipc_)
+    out.no_read = out.no_write = why_no_ipc();
+  else if (!EngineImpl::find(peer_.identity().engine))
+    out.no_read = out.no_write = "the peer is no engine of this process";
   auto driver = CudaDriver::made();  // asking for one would make a context
   out.facts.emplace_back("driver",
                          driver ? driver->describe() : std::string("not opened: no CUDA memory is registered"));
+  std::lock_guard lock(mutex_);
+  if (!not_mapped_.empty()) out.facts.emplace_back("staged because not mapped", not_mapped_);
   return out;
 }
 
-void CudaEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
-  auto direction = op->direction();
-  for (auto* remote : remotes_of(batches)) {
-    std::vector<HostPiece> pieces;
-    std::vector<CudaQueue::Copy> copies;
-    std::vector<RegionImplPtr> host_locals, cuda_locals;
-    for (auto& batch : batches) {
-      if (batch.remote.get() != remote) continue;
-      auto local = std::static_pointer_cast<RegionImpl>(batch.local);
-      auto& region = static_cast<CudaRemote&>(*remote->path(direction, local->kind()).memory).region;
-      bool host = local->kind() == MemoryKind::host;
-      for (auto& e : batch.extents) {
-        auto *ours = local->data() + e.local_offset, *theirs = region->data() + e.remote_offset;
-        if (host)
-          pieces.push_back({ours, e.remote_offset, e.nbytes});
-        else
-          copies.push_back(direction == Direction::read ? CudaQueue::Copy{ours, theirs, e.nbytes}
-                                                        : CudaQueue::Copy{theirs, ours, e.nbytes});
-      }
-      (host ? host_locals : cuda_locals).push_back(std::move(local));
-    }
-    auto region = static_cast<CudaRemote&>(*remote->path(direction).memory).region;
-    bool devices = !cuda_locals.empty();
-    if (devices) submit_copies(op, region, std::move(copies), std::move(cuda_locals));
-    if (!devices || !host_locals.empty())
-      std::make_shared<MovePart>(op, name(), region, std::move(host_locals))->run(std::move(pieces));
-  }
+Reached CudaEndpoint::reach(RemoteRegionImpl& remote, const RemoteRegionImpl::Path& path) const {
+  if (!ipc_) return Reached::here(static_cast<RegionHere&>(*path.memory).region);
+  return {static_cast<CudaMapped&>(*path.memory).memory(), remote.shared_from_this(), &remote.usage(), remote.name(),
+          true};
 }
 
-void CudaEndpoint::submit_copies(const std::shared_ptr<OpImpl>& op, const std::shared_ptr<RegionImpl>& region,
-                                 std::vector<CudaQueue::Copy> copies, std::vector<std::shared_ptr<RegionImpl>> locals) {
-  auto& queue = static_cast<CudaMemory&>(*region->backing()).queue();
-  auto& user = op->peer().name();
-  if (!region->usage().acquire(user)) {
-    auto part = std::make_shared<CudaCopyPart>(op, queue, std::move(copies), nullptr);
-    op->add(part);
-    return op->part_done(part, {Code::key_not_found, "remote " + region->name() + " was deregistered"});
+void CudaEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
+  for (auto* remote : remotes_of(batches)) {
+    auto [host, files, devices] = batches_of(*remote, batches);
+    auto kind = !host.empty() ? MemoryKind::host : !devices.empty() ? MemoryKind::cuda : MemoryKind::file;
+    auto reached = reach(*remote, remote->path(op->direction(), kind));
+    if (!host.empty()) MovePart::run(op, name(), reached, host);
+    if (!files.empty()) FileCudaPart::run(op, name(), reached, files);
+    if (!devices.empty()) CudaCopyPart::run(op, name(), reached, devices);
   }
-  locals.push_back(region);
-  auto hold = hold_regions(op, std::move(locals));
-  region->usage().release(user);
-  std::make_shared<CudaCopyPart>(op, queue, std::move(copies), std::move(hold))->run();
 }
 
 }  // namespace torch_mooncake::transfer

@@ -1,19 +1,29 @@
-// Device memory of this process, its own engine's (a session with itself) or another engine's: from host memory by way
-// of pinned blocks, from device memory directly. Device memory of other processes is staged by its owner (stage/).
+// Device memory that this process reaches itself: from host memory and files by way of pinned blocks, from device
+// memory directly. Two of them stand at a peer, "cuda" for regions of engines in this process, and "cuda_ipc" for those
+// of another process of this host, which are mapped (share.h) if both sides allow shm, and if this process uses CUDA
+// already: no context is made for a peer's sake. What can be reached in neither way is staged by its owner (stage/).
+//
+// A mapped region counts as a use at its owner until we have unmapped it (its owner calls it back, we drop it, the
+// session ends) or this process is dead, like a mapped segment (grant.h).
 #pragma once
 
-#include "transfer/cuda/queue.h"
+#include <mutex>
+
+#include "transfer/cuda/memory.h"
+#include "transfer/move_part.h"
 #include "transfer/transport.h"
 
 namespace torch_mooncake::transfer {
 
+class EngineImpl;
 class PeerImpl;
 
 class CudaEndpoint final : public TransportEndpoint {
  public:
-  explicit CudaEndpoint(PeerImpl& peer) : peer_(peer) {}
+  CudaEndpoint(PeerImpl& peer, bool ipc) : peer_(peer), ipc_(ipc) {}
+  static void attach(EngineImpl& engine);
   const Capabilities& capabilities() const override;
-  std::string name() const override { return "cuda"; }
+  std::string name() const override { return ipc_ ? "cuda_ipc" : "cuda"; }
   bool available() const override { return false; }  // reaches no host memory
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;
   Explanation explain() const override;
@@ -21,10 +31,16 @@ class CudaEndpoint final : public TransportEndpoint {
   void session_over(const Status&) override {}  // the device needs no session
 
  private:
-  void submit_copies(const std::shared_ptr<OpImpl>& op, const std::shared_ptr<RegionImpl>& region,
-                     std::vector<CudaQueue::Copy> copies, std::vector<std::shared_ptr<RegionImpl>> locals);
+  std::string why_no_ipc() const;  // empty: regions of this peer can be mapped
+  Reached reach(RemoteRegionImpl& remote, const RemoteRegionImpl::Path& path) const;
 
   PeerImpl& peer_;
+  const bool ipc_;
+  mutable std::mutex mutex_;
+  // The region opened last, for the second direction; and why the last one that could not be mapped could not.
+  uint32_t last_grant_ = 0;
+  std::weak_ptr<RemoteMemory> last_memory_;
+  std::string not_mapped_;
 };
 
 }  // namespace torch_mooncake::transfer

@@ -4,15 +4,36 @@
 
 namespace torch_mooncake::transfer {
 
-CudaCopyPart::CudaCopyPart(OpImplPtr op, CudaQueue& queue, std::vector<CudaQueue::Copy> copies,
-                           std::shared_ptr<void> hold)
-    : op_(std::move(op)), queue_(queue), copies_(std::move(copies)), hold_(std::move(hold)) {
-  for (auto& copy : copies_) nbytes_ += copy.nbytes;
-}
+CudaCopyPart::CudaCopyPart(OpImplPtr op, std::string transport, Reached remote)
+    : op_(std::move(op)),
+      transport_(std::move(transport)),
+      remote_(std::move(remote)),
+      queue_(static_cast<CudaMemory&>(*remote_.backing).queue()) {}
 
-void CudaCopyPart::run() {
-  op_->add(shared_from_this());
-  step();
+void CudaCopyPart::run(const OpImplPtr& op, std::string transport, Reached remote,
+                       const std::vector<const Batch*>& batches) {
+  std::shared_ptr<CudaCopyPart> part(new CudaCopyPart(op, std::move(transport), std::move(remote)));
+  op->add(part);
+  auto hold = hold_both(op, locals_of(batches), part->remote_);
+  if (!hold) return op->part_done(part, hold.status());
+  part->remote_.owner.reset();  // the hold has it
+  {
+    std::lock_guard lock(part->mutex_);  // the op may have been stopped already
+    part->hold_ = std::move(*hold);
+  }
+  auto& theirs = static_cast<CudaMemory&>(*part->remote_.backing);
+  bool read = op->direction() == Direction::read;
+  for (auto* batch : batches)
+    for (auto& e : batch->extents) {
+      auto* ours = batch->local->data() + e.local_offset;
+      theirs.each(e.remote_offset, e.nbytes, [&](uint64_t address, uint64_t n) {
+        auto* there = reinterpret_cast<void*>(address);
+        part->copies_.push_back(read ? CudaQueue::Copy{ours, there, n} : CudaQueue::Copy{there, ours, n});
+        ours += n;
+      });
+      part->nbytes_ += e.nbytes;
+    }
+  part->step();
 }
 
 void CudaCopyPart::step() {
@@ -42,7 +63,7 @@ void CudaCopyPart::step() {
 
 // Nothing is queued any more.
 void CudaCopyPart::over(const Status& status) {
-  Status outcome = status;
+  Status outcome = status ? validate(*op_, remote_) : status;
   std::shared_ptr<void> hold;
   {
     std::lock_guard lock(mutex_);
@@ -51,7 +72,7 @@ void CudaCopyPart::over(const Status& status) {
     if (std::exchange(told_, true)) return;
   }
   bool writes = op_->direction() == Direction::write;
-  if (outcome) op_->peer().engine().metrics().bytes("cuda", writes ? nbytes_ : 0, writes ? 0 : nbytes_);
+  if (outcome) op_->peer().engine().metrics().bytes(transport_, writes ? nbytes_ : 0, writes ? 0 : nbytes_);
   op_->quiescent(*this);
   hold.reset();
   op_->part_done(shared_from_this(), outcome);

@@ -2,6 +2,7 @@
 // needed to build this.
 #include <dlfcn.h>
 
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -12,11 +13,23 @@ namespace {
 
 using Ptr = unsigned long long;  // CUdeviceptr
 constexpr int kSuccess = 0, kNotReady = 600, kNotSupported = 801;
-constexpr int kMemoryTypeDevice = 2;                            // CU_MEMORYTYPE_DEVICE
-constexpr int kAttributeMemoryType = 2, kAttributeOrdinal = 9;  // CU_POINTER_ATTRIBUTE_…
+constexpr int kMemoryTypeDevice = 2;  // CU_MEMORYTYPE_DEVICE
+// CU_POINTER_ATTRIBUTE_…
+constexpr int kAttributeMemoryType = 2, kAttributeBufferId = 7, kAttributeOrdinal = 9, kAttributeLegacyIpc = 10,
+              kAttributeMappingSize = 18, kAttributeMappingBase = 19, kAttributeMemoryBlockId = 20;
 constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHostAllocPortable = 1, kHostAllocMapped = 2;
 constexpr unsigned kWaitGeq = 0;
-constexpr int kDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+constexpr int kDmaBuf = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+constexpr int kPosixFd = 1;              // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+struct IpcHandle {  // CUipcMemHandle
+  char bytes[64];
+};
+struct AccessDesc {                     // CUmemAccessDesc
+  int location_type = 1, location = 0;  // a device
+  int flags = 3;                        // to be read and written
+};
 
 class LibCuda final : public CudaDriver {
  public:
@@ -33,11 +46,20 @@ class LibCuda final : public CudaDriver {
         load(cuEventCreate, "cuEventCreate") && load(cuEventRecord, "cuEventRecord") &&
         load(cuEventQuery, "cuEventQuery") && load(cuEventDestroy, "cuEventDestroy_v2") &&
         load(cuMemHostAlloc, "cuMemHostAlloc") && load(cuMemFreeHost, "cuMemFreeHost") &&
-        load(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2") && load(cuGetErrorString, "cuGetErrorString");
+        load(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2") && load(cuGetErrorString, "cuGetErrorString") &&
+        load(cuDeviceGetUuid, "cuDeviceGetUuid_v2") && load(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState") &&
+        load(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer") && load(cuIpcGetMemHandle, "cuIpcGetMemHandle") &&
+        load(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2") && load(cuIpcCloseMemHandle, "cuIpcCloseMemHandle");
     if (!all) return {Code::unsupported, "libcuda.so.1 is too old: it has no " + missing_};
     // Since CUDA 11.7 and 12: what uses them says so if they are not there.
     load(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
     load(cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
+    can_map_ = load(cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle") &&
+               load(cuMemExportToShareableHandle, "cuMemExportToShareableHandle") &&
+               load(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle") &&
+               load(cuMemRelease, "cuMemRelease") && load(cuMemAddressReserve, "cuMemAddressReserve") &&
+               load(cuMemAddressFree, "cuMemAddressFree") && load(cuMemMap, "cuMemMap") &&
+               load(cuMemUnmap, "cuMemUnmap") && load(cuMemSetAccess, "cuMemSetAccess");
     TM_TRY(check(cuInit(0), "cuInit"));
     TM_TRY(check(cuDriverGetVersion(&version_), "cuDriverGetVersion"));
     return check(cuDeviceGetCount(&devices_), "cuDeviceGetCount");
@@ -57,12 +79,25 @@ class LibCuda final : public CudaDriver {
     CudaAllocation out;
     out.device = ordinal;
     TM_ASSIGN(auto current, enter(ordinal));
+    // Of memory that was mapped from handles, side by side, the address range may be all of it: ask for the one
+    // mapping.
+    bool mapped = retain(address).valid();
     Ptr base = 0;
     size_t nbytes = 0;
-    TM_TRY(check(cuMemGetAddressRange(&base, &nbytes, address), "cuMemGetAddressRange"));
+    if (!mapped || cuPointerGetAttribute(&base, kAttributeMappingBase, address) != kSuccess ||
+        cuPointerGetAttribute(&nbytes, kAttributeMappingSize, address) != kSuccess)
+      TM_TRY(check(cuMemGetAddressRange(&base, &nbytes, address), "cuMemGetAddressRange"));
     out.base = base;
     out.nbytes = nbytes;
+    // Older drivers know no id of a mapping. (An id that another call may not repeat is none: 0.)
+    if (cuPointerGetAttribute(&out.id, mapped ? kAttributeMemoryBlockId : kAttributeBufferId, address) != kSuccess)
+      out.id = 0;
     return out;
+  }
+
+  Result<std::shared_ptr<void>> make_current(int device) override {
+    TM_ASSIGN(auto current, enter(device));
+    return std::shared_ptr<void>(std::make_shared<Current>(std::move(current)));
   }
 
   Result<CudaStream> make_stream(int device) override {
@@ -125,7 +160,106 @@ class LibCuda final : public CudaDriver {
     return UniqueFd(fd);
   }
 
+  int devices() const override { return devices_; }
+  std::string uuid(int device) override {
+    int handle = 0;
+    std::string uuid(16, '\0');
+    bool known = cuDeviceGet(&handle, device) == kSuccess && cuDeviceGetUuid(uuid.data(), handle) == kSuccess;
+    return known ? uuid : std::string();
+  }
+  bool in_use(int device) override {
+    int handle = 0, active = 0;
+    unsigned flags = 0;
+    return cuDeviceGet(&handle, device) == kSuccess &&
+           cuDevicePrimaryCtxGetState(handle, &flags, &active) == kSuccess && active != 0;
+  }
+  bool reaches(int device, int other) override {
+    int from = 0, to = 0, can = 0;
+    return device == other || (cuDeviceGet(&from, device) == kSuccess && cuDeviceGet(&to, other) == kSuccess &&
+                               cuDeviceCanAccessPeer(&can, from, to) == kSuccess && can != 0);
+  }
+
+  Result<CudaHandle> share(const CudaAllocation& allocation) override {
+    TM_ASSIGN(auto current, enter(allocation.device));
+    CudaHandle out;
+    if (auto handle = retain(allocation.base); handle.valid()) {
+      int fd = -1;
+      TM_TRY(check(cuMemExportToShareableHandle(&fd, handle.get(), kPosixFd, 0), "cuMemExportToShareableHandle"));
+      out.fd.reset(fd);
+      return out;
+    }
+    IpcHandle handle{};
+    TM_TRY(check(cuIpcGetMemHandle(&handle, allocation.base), "cuIpcGetMemHandle"));
+    out.name.assign(handle.bytes, sizeof handle.bytes);
+    return out;
+  }
+
+  Result<std::shared_ptr<void>> map(int device, CudaHandle handle, uint64_t nbytes) override {
+    TM_ASSIGN(auto current, enter(device));
+    if (handle.fd.valid()) return map_fd(device, handle.fd.get(), nbytes);
+    IpcHandle name{};
+    if (handle.name.size() != sizeof name.bytes)
+      return Status(Code::unsupported, "a CUDA IPC handle of another length than this driver's");
+    std::memcpy(name.bytes, handle.name.data(), sizeof name.bytes);
+    Ptr at = 0;
+    TM_TRY(check(cuIpcOpenMemHandle(&at, name, kLazyPeerAccess), "cuIpcOpenMemHandle"));
+    return std::shared_ptr<void>(reinterpret_cast<void*>(at), [this, device](void* p) {
+      if (auto entered = enter(device)) cuIpcCloseMemHandle(reinterpret_cast<Ptr>(p));
+    });
+  }
+
  private:
+  // A handle that this process holds; 0 where there is none.
+  class Retained {
+   public:
+    Retained(LibCuda& cuda, unsigned long long handle) : cuda_(cuda), handle_(handle) {}
+    Retained(const Retained&) = delete;
+    ~Retained() {
+      if (handle_) cuda_.cuMemRelease(handle_);
+    }
+    bool valid() const { return handle_ != 0; }
+    unsigned long long get() const { return handle_; }
+
+   private:
+    LibCuda& cuda_;
+    const unsigned long long handle_;
+  };
+  // The handle that is mapped at the address, if the memory there was mapped from one.
+  Retained retain(uint64_t address) {
+    unsigned long long handle = 0;
+    int by_name = 0;  // cudaMalloc's
+    if (cuPointerGetAttribute(&by_name, kAttributeLegacyIpc, address) == kSuccess && by_name != 0) return {*this, 0};
+    if (!can_map_ || cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)) != kSuccess) handle = 0;
+    return {*this, handle};
+  }
+
+  Result<std::shared_ptr<void>> map_fd(int device, int fd, uint64_t nbytes) {
+    if (!can_map_) return Status(Code::unsupported, "this CUDA driver maps no handles");
+    unsigned long long imported = 0;
+    TM_TRY(
+        check(cuMemImportFromShareableHandle(&imported, reinterpret_cast<void*>(static_cast<intptr_t>(fd)), kPosixFd),
+              "cuMemImportFromShareableHandle"));
+    Retained handle(*this, imported);  // the mapping keeps the memory
+    Ptr at = 0;
+    TM_TRY(check(cuMemAddressReserve(&at, nbytes, 0, 0, 0), "cuMemAddressReserve"));
+    AccessDesc access;
+    access.location = device;
+    Status status = check(cuMemMap(at, nbytes, 0, handle.get(), 0), "cuMemMap");
+    if (status) {
+      status = check(cuMemSetAccess(at, nbytes, &access, 1), "cuMemSetAccess");
+      if (!status) cuMemUnmap(at, nbytes);
+    }
+    if (!status) {
+      cuMemAddressFree(at, nbytes);
+      return status;
+    }
+    return std::shared_ptr<void>(reinterpret_cast<void*>(at), [this, device, nbytes](void* p) {
+      auto entered = enter(device);
+      cuMemUnmap(reinterpret_cast<Ptr>(p), nbytes);
+      cuMemAddressFree(reinterpret_cast<Ptr>(p), nbytes);
+    });
+  }
+
   // The device's primary context, current until this goes.
   class Current {
    public:
@@ -174,6 +308,7 @@ class LibCuda final : public CudaDriver {
   void* library_ = nullptr;  // never closed: libcuda does not like it
   std::string missing_;
   int version_ = 0, devices_ = 0;
+  bool can_map_ = false;  // handles of memory (CUDA 10.2, and 11 to find one by its address)
   std::mutex mutex_;
   std::map<int, void*> contexts_;
 
@@ -199,16 +334,22 @@ class LibCuda final : public CudaDriver {
   int (*cuMemGetHandleForAddressRange)(void*, Ptr, size_t, int, unsigned long long) = nullptr;
   int (*cuStreamWaitValue32)(void*, Ptr, uint32_t, unsigned) = nullptr;
   int (*cuGetErrorString)(int, const char**) = nullptr;
+  int (*cuDeviceGetUuid)(char*, int) = nullptr;
+  int (*cuDevicePrimaryCtxGetState)(int, unsigned*, int*) = nullptr;
+  int (*cuDeviceCanAccessPeer)(int*, int, int) = nullptr;
+  int (*cuIpcGetMemHandle)(IpcHandle*, Ptr) = nullptr;
+  int (*cuIpcOpenMemHandle)(Ptr*, IpcHandle, unsigned) = nullptr;
+  int (*cuIpcCloseMemHandle)(Ptr) = nullptr;
+  int (*cuMemRetainAllocationHandle)(unsigned long long*, void*) = nullptr;
+  int (*cuMemExportToShareableHandle)(void*, unsigned long long, int, unsigned long long) = nullptr;
+  int (*cuMemImportFromShareableHandle)(unsigned long long*, void*, int) = nullptr;
+  int (*cuMemRelease)(unsigned long long) = nullptr;
+  int (*cuMemAddressReserve)(Ptr*, size_t, size_t, Ptr, unsigned long long) = nullptr;
+  int (*cuMemAddressFree)(Ptr, size_t) = nullptr;
+  int (*cuMemMap)(Ptr, size_t, size_t, unsigned long long, unsigned long long) = nullptr;
+  int (*cuMemUnmap)(Ptr, size_t) = nullptr;
+  int (*cuMemSetAccess)(Ptr, size_t, const AccessDesc*, size_t) = nullptr;
 };
-
-struct Place {
-  std::mutex mutex;
-  std::shared_ptr<CudaDriver> real, fake;
-};
-Place& place() {
-  static auto* p = new Place;  // outlives static destructors
-  return *p;
-}
 
 }  // namespace
 
@@ -218,23 +359,17 @@ Result<std::shared_ptr<CudaDriver>> open_libcuda() {
   return std::shared_ptr<CudaDriver>(std::move(driver));
 }
 
-Result<std::shared_ptr<CudaDriver>> CudaDriver::get() {
-  std::lock_guard lock(place().mutex);
-  if (place().fake) return place().fake;
-  if (!place().real) {
-    TM_ASSIGN(place().real, open_libcuda());
-  }
-  return place().real;
-}
-
-std::shared_ptr<CudaDriver> CudaDriver::made() {
-  std::lock_guard lock(place().mutex);
-  return place().fake ? place().fake : place().real;
-}
-
-void CudaDriver::replace(std::shared_ptr<CudaDriver> driver) {
-  std::lock_guard lock(place().mutex);
-  place().fake = std::move(driver);
+bool libcuda_in_use() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+  if (!library) return false;
+  auto count_of = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDeviceGetCount"));
+  auto state_of = reinterpret_cast<int (*)(int, unsigned*, int*)>(dlsym(library, "cuDevicePrimaryCtxGetState"));
+  int count = 0, active = 0;
+  unsigned flags = 0;
+  if (count_of && state_of && count_of(&count) == kSuccess)  // an error before anybody has called cuInit
+    for (int device = 0; device < count && !active; ++device) (void)state_of(device, &flags, &active);
+  dlclose(library);
+  return active != 0;
 }
 
 }  // namespace torch_mooncake::transfer

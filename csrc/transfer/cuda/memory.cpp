@@ -8,6 +8,7 @@ Result<std::shared_ptr<CudaMemory>> CudaMemory::of(uint64_t address, uint64_t nb
   TM_ASSIGN(auto driver, CudaDriver::get());
   TM_ASSIGN(auto first, driver->find(address));
   // Expandable segments map many allocations side by side; all of them have to be there.
+  std::vector<CudaAllocation> all{first};
   for (uint64_t at = first.base + first.nbytes; at < address + nbytes;) {
     auto next = driver->find(at);
     if (!next || next->device != first.device || next->nbytes == 0)
@@ -15,9 +16,24 @@ Result<std::shared_ptr<CudaMemory>> CudaMemory::of(uint64_t address, uint64_t nb
                                                 " bytes at that address are not all memory of CUDA device " +
                                                 std::to_string(first.device));
     at = next->base + next->nbytes;
+    all.push_back(*next);
   }
   TM_ASSIGN(auto* queue, CudaQueue::of(driver, first.device));
-  return std::make_shared<CudaMemory>(std::move(driver), *queue, address);
+  std::vector<CudaRun> whole{{0, nbytes, address}};
+  return std::make_shared<CudaMemory>(std::move(driver), *queue, std::move(whole), std::move(all));
+}
+
+std::shared_ptr<void> CudaMemory::attached(const std::function<std::shared_ptr<void>()>& make) {
+  std::lock_guard lock(attach_mutex_);
+  if (!std::exchange(attach_tried_, true)) attached_ = make();
+  return attached_;
+}
+
+void CudaMemory::detach() {
+  std::lock_guard lock(attach_mutex_);
+  if (!attached_) return;
+  auto current = driver_->make_current(queue_.device());
+  attached_.reset();
 }
 
 MovePtr CudaMemory::move(MoveRequest request) {
@@ -95,10 +111,12 @@ void CudaMove::carry(const BlockPtr& block) {
   bool write = request_.direction == Direction::write;
   auto* at = block->data;
   for (auto& part : block->parts) {
-    auto* device = reinterpret_cast<void*>(memory_->address() + part.offset);
     if (write) std::memcpy(at, part.host, part.nbytes);
-    copies.push_back(write ? CudaQueue::Copy{device, at, part.nbytes} : CudaQueue::Copy{at, device, part.nbytes});
-    at += part.nbytes;
+    memory_->each(part.offset, part.nbytes, [&](uint64_t address, uint64_t n) {
+      auto* device = reinterpret_cast<void*>(address);
+      copies.push_back(write ? CudaQueue::Copy{device, at, n} : CudaQueue::Copy{at, device, n});
+      at += n;
+    });
   }
   if (write) {
     std::unique_lock lock(mutex_);

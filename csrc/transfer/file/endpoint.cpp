@@ -1,32 +1,27 @@
 #include "transfer/file/endpoint.h"
 
 #include "transfer/engine_impl.h"
-#include "transfer/file/memory.h"
-#include "transfer/file/queue.h"
-#include "transfer/move_part.h"
+#include "transfer/file/lane.h"
 #include "transfer/slices.h"
 
 namespace torch_mooncake::transfer {
 
 const Capabilities& FileEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "",
-                                    .same_process = true,
-                                    .same_host = true,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = true,
-                                    .owner_revokes = true,
-                                    .carries_notify = false};
+  static constexpr Capabilities can{
+      .option = "",
+      .same_process = true,
+      .same_host = true,
+      .read = true,
+      .write = true,
+      .target_idle = true,
+      .owner_revokes = true,
+      .carries_notify = false,
+      .local_kinds = 1 << static_cast<int>(MemoryKind::host) | 1 << static_cast<int>(MemoryKind::cuda)};
   return can;
 }
 
 Result<RemoteMemoryPtr> FileEndpoint::open(const OpenedRegion& opened, Direction, Deadline) {
-  if (opened.descriptor.kind != MemoryKind::file) return RemoteMemoryPtr();
-  auto owner = EngineImpl::find(opened.descriptor.engine);
-  if (!owner) return RemoteMemoryPtr();
-  auto region = owner->regions().find(opened.descriptor.region, opened.descriptor.generation);
-  if (!region) return Status(Code::key_not_found, "the remote region is not registered any more");
-  return RemoteMemoryPtr(std::make_shared<FileMemory>(std::move(region)));
+  return RegionHere::open(opened, MemoryKind::file);
 }
 
 Explanation FileEndpoint::explain() const {
@@ -36,22 +31,17 @@ Explanation FileEndpoint::explain() const {
   out.ordinary_memory = false;
   if (!EngineImpl::find(peer_.identity().engine)) out.no_read = out.no_write = "the peer is no engine of this process";
   out.facts.emplace_back("file I/O", file_io_choice());
+  out.facts.emplace_back("GPUDirect Storage", storage_choice());
   return out;
 }
 
 void FileEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
-  auto direction = op->direction();
   for (auto* remote : remotes_of(batches)) {
-    std::vector<HostPiece> pieces;
-    std::vector<RegionImplPtr> locals;
-    for (auto& batch : batches) {
-      if (batch.remote.get() != remote) continue;
-      locals.push_back(std::static_pointer_cast<RegionImpl>(batch.local));
-      for (auto& extent : batch.extents)
-        pieces.push_back({batch.local->data() + extent.local_offset, extent.remote_offset, extent.nbytes});
-    }
-    auto& memory = static_cast<FileMemory&>(*remote->path(direction).memory);
-    std::make_shared<MovePart>(op, name(), memory.region, std::move(locals))->run(std::move(pieces));
+    auto [host, files, devices] = batches_of(*remote, batches);
+    auto kind = host.empty() ? MemoryKind::cuda : MemoryKind::host;
+    auto reached = Reached::here(static_cast<RegionHere&>(*remote->path(op->direction(), kind).memory).region);
+    if (!host.empty()) MovePart::run(op, name(), reached, host);
+    if (!devices.empty()) FileCudaPart::run(op, name(), reached, devices);
   }
 }
 

@@ -1,5 +1,6 @@
 // Files of this process, its own engine's (a session with itself) or another engine's: read and written by the thread
-// that asks, or rather by the kernel on its behalf. Files of other processes are staged by their owner (stage/).
+// that asks, or rather by the kernel on its behalf, to and from host memory and CUDA memory. Files of other processes
+// are staged by their owner (stage/).
 #pragma once
 
 #include "transfer/transport.h"

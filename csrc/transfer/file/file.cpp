@@ -29,7 +29,22 @@ bool lies_in_memory(int fd) {
   return type == TMPFS_MAGIC || type == RAMFS_MAGIC || type == HUGETLBFS_MAGIC;
 }
 
+struct Refusal {
+  std::mutex mutex;
+  std::string why;
+};
+Refusal& last_refusal() {
+  static auto* r = new Refusal;
+  return *r;
+}
+
 }  // namespace
+
+std::string storage_choice() {
+  auto& refusal = last_refusal();
+  std::lock_guard lock(refusal.mutex);
+  return CuFileDriver::describe_made() + (refusal.why.empty() ? "" : "; not used for " + refusal.why);
+}
 
 Result<std::shared_ptr<File>> File::open(const FileOptions& options, std::shared_ptr<IoQueue> queue) {
   std::shared_ptr<File> file(new File(options.path, std::move(queue)));
@@ -98,6 +113,35 @@ std::string File::how() const { return std::string(queue_->name()) + (direct() ?
 std::vector<AccessRecord> File::access_records(const RegionImpl&) const { return {}; }
 
 MovePtr File::move(MoveRequest request) { return std::make_shared<FileMove>(shared_from_this(), std::move(request)); }
+
+const File::Storage* File::storage() {
+  if (storage_known_) return storage_ ? &*storage_ : nullptr;
+  std::lock_guard lock(storage_mutex_);
+  if (storage_known_) return storage_ ? &*storage_ : nullptr;
+  auto take = [&]() -> Status {
+    if (!direct()) return {Code::unsupported, "its file system has no O_DIRECT"};
+    TM_ASSIGN(auto driver, CuFileDriver::get());
+    TM_ASSIGN(auto file, driver->open(direct_.get()));
+    storage_ = Storage{std::move(driver), std::move(file)};
+    waiters_ = waiters();
+    return {};
+  };
+  if (Status status = take(); !status) {
+    std::lock_guard relock(last_refusal().mutex);
+    last_refusal().why = name() + ": " + status.message();
+  }
+  storage_known_ = true;
+  return storage_ ? &*storage_ : nullptr;
+}
+
+std::shared_ptr<Threads> File::waiters() {
+  static auto* mutex = new std::mutex;
+  static auto* made = new std::weak_ptr<Threads>;
+  std::lock_guard lock(*mutex);
+  auto threads = made->lock();
+  if (!threads) *made = threads = std::make_shared<Threads>();
+  return threads;
+}
 
 void File::enqueue(std::shared_ptr<FileMove> move) {
   {

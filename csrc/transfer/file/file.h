@@ -8,13 +8,17 @@
 // Ownership: shared by its region and the moves in progress; closes its descriptors with the last. Threads: any.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "common/fd.h"
 #include "transfer/backing.h"
+#include "transfer/file/cufile_driver.h"
 #include "transfer/file/queue.h"
+#include "transfer/file/threads.h"
 
 namespace torch_mooncake::transfer {
 
@@ -34,6 +38,17 @@ class File final : public Backing, public std::enable_shared_from_this<File> {
   // "io_uring, O_DIRECT", "threads, page cache"
   std::string how() const;
   const std::string& path() const { return path_; }
+
+  // GPUDirect Storage for this file; null where it cannot be had (storage_choice() says why). The first call opens the
+  // driver, which takes a while; later ones do not wait.
+  struct Storage {
+    std::shared_ptr<CuFileDriver> driver;
+    std::shared_ptr<void> file;
+  };
+  const Storage* storage();
+  bool storage_known() const { return storage_known_; }
+  // Threads that wait for it.
+  static std::shared_ptr<Threads> waiters();
 
   std::vector<AccessRecord> access_records(const RegionImpl& region) const override;
   MovePtr move(MoveRequest request) override;
@@ -56,9 +71,18 @@ class File final : public Backing, public std::enable_shared_from_this<File> {
   uint64_t memory_align_ = kBlock;  // of buffers for direct_
   bool in_memory_ = false;          // tmpfs and the like: I/O cannot hang
 
+  std::mutex storage_mutex_;
+  std::atomic<bool> storage_known_{false};
+  std::optional<Storage> storage_;    // goes before direct_
+  std::shared_ptr<Threads> waiters_;  // so that they stay from op to op
+
   std::mutex mutex_;
   std::deque<std::shared_ptr<FileMove>> ready_;  // each once
   uint32_t in_flight_ = 0;
 };
+
+// What is known of GPUDirect Storage in this process: "libcufile.so.0", "no: …", and why it was not used for the last
+// file that it was not used for.
+std::string storage_choice();
 
 }  // namespace torch_mooncake::transfer

@@ -178,7 +178,8 @@ void FileMove::result(const RequestPtr& request, int64_t n) {
     std::lock_guard lock(mutex_);
     stopped = stopped_;
   }
-  if (n < 0 && n != -EINTR && n != -EAGAIN) {
+  // Cancelled: the thread that gave it to io_uring has ended since.
+  if (n < 0 && n != -EINTR && n != -EAGAIN && n != -ECANCELED) {
     const char* what = request_.direction == Direction::read ? "reading " : "writing ";
     return over(request, Status::from_errno(what + file_->name() + " at " + std::to_string(r.offset + r.got),
                                             static_cast<int>(-n)));

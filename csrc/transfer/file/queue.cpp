@@ -1,31 +1,15 @@
 #include "transfer/file/queue.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <condition_variable>
 #include <cstdlib>
-#include <deque>
-#include <mutex>
-#include <thread>
 
 #include "transfer/engine.h"
+#include "transfer/file/threads.h"
 
 namespace torch_mooncake::transfer {
 namespace {
-
-constexpr size_t kMostThreads = 16;
-
-// What the threads share with the queue; a thread that hangs in the disk outlives the queue.
-struct State {
-  std::mutex mutex;
-  std::condition_variable wake;
-  std::deque<IoRequest> waiting;
-  size_t idle = 0;
-  bool stopping = false;
-};
 
 int64_t carry_out(const IoRequest& r) {
   for (;;) {
@@ -36,66 +20,17 @@ int64_t carry_out(const IoRequest& r) {
   }
 }
 
-void work(const std::shared_ptr<State>& state) {
-  pthread_setname_np(pthread_self(), "tm-file");
-  std::unique_lock lock(state->mutex);
-  for (;;) {
-    ++state->idle;
-    state->wake.wait(lock, [&] { return state->stopping || !state->waiting.empty(); });
-    --state->idle;
-    if (state->waiting.empty()) return;
-    IoRequest request = std::move(state->waiting.front());
-    state->waiting.pop_front();
-    lock.unlock();
-    int64_t result = carry_out(request);
-    request.done(result);
-    request = {};
-    lock.lock();
-  }
-}
-
 class ThreadQueue final : public IoQueue {
  public:
-  ~ThreadQueue() override {
-    if (getpid() != pid_) {  // the parent's: left as they are
-      new std::pair(std::move(state_), std::move(threads_));
-      return;
-    }
-    {
-      std::lock_guard lock(state_->mutex);
-      state_->stopping = true;
-    }
-    state_->wake.notify_all();
-    for (auto& thread : threads_)
-      if (thread.get_id() == std::this_thread::get_id())
-        thread.detach();
-      else
-        thread.join();
-  }
   const char* name() const override { return "threads"; }
-
   void submit(std::vector<IoRequest> requests) override {
-    std::lock_guard lock(state_->mutex);
-    for (auto& request : requests) state_->waiting.push_back(std::move(request));
-    while (threads_.size() < kMostThreads && state_->idle + starting_ < state_->waiting.size()) start();
-    starting_ = 0;
-    state_->wake.notify_all();
+    std::vector<std::function<void()>> tasks;
+    for (auto& request : requests) tasks.push_back([r = std::move(request)] { r.done(carry_out(r)); });
+    threads_.post(std::move(tasks));
   }
 
  private:
-  void start() {
-    sigset_t all, before;  // signals of the process belong to the user's threads
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    threads_.emplace_back([state = state_] { work(state); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    ++starting_;
-  }
-
-  const pid_t pid_ = getpid();
-  std::shared_ptr<State> state_ = std::make_shared<State>();
-  std::vector<std::thread> threads_;
-  size_t starting_ = 0;
+  Threads threads_;
 };
 
 }  // namespace

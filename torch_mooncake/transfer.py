@@ -434,11 +434,14 @@ class Engine:
         ``stream``: keep the op's place on a CUDA stream. It begins when the work queued there before is done, and the
         work queued afterwards waits for its end, however it ends: look at the op before you use the data.
         """
-        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream)
         if profiling.active():
             with profiling.span("write", ""):
-                return self._transfer(True, local, remote, *how)
-        return self._transfer(True, local, remote, *how)
+                return self._transfer(
+                    True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream
+                )
+        return self._transfer(
+            True, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream
+        )
 
     def read(
         self,
@@ -454,11 +457,14 @@ class Engine:
         stream: torch.cuda.Stream | None = None,
     ) -> Op:
         """Copy a peer's memory into local memory: the local destination comes first. Forms and errors as ``write``."""
-        how = (local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream)
         if profiling.active():
             with profiling.span("read", ""):
-                return self._transfer(False, local, remote, *how)
-        return self._transfer(False, local, remote, *how)
+                return self._transfer(
+                    False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream
+                )
+        return self._transfer(
+            False, local, remote, local_offsets, remote_offsets, nbytes, timeout, notify, priority, stream
+        )
 
     def _transfer(
         self,

@@ -17,20 +17,27 @@ namespace {
 // Waking a sleeping thread takes about 45 µs here, the time one thread copies half a MiB in: smaller jobs stay inline.
 constexpr size_t kInlineBytes = size_t{1} << 20;
 constexpr size_t kChunkBytes = size_t{512} << 10;
+constexpr size_t kLeastChunkBytes = size_t{64} << 10;
 constexpr int64_t kSpinNs = 50'000;
 
 struct Job {
   const std::function<void(size_t, size_t)>* fn;
-  size_t n, grain;
+  size_t n, grain, least;  // chunks of `grain`, and towards the end of less, in multiples of `least`
+  size_t threads;
   std::atomic<size_t> next{0};
   std::atomic<int> inside{0};  // pool threads working on it; changed under the pool's mutex
 
   void work() {
-    while (true) {
-      size_t begin = next.fetch_add(grain, std::memory_order_relaxed);
-      if (begin >= n) return;
-      (*fn)(begin, std::min(n, begin + grain));
+    for (size_t begin = next.load(std::memory_order_relaxed); begin < n;) {
+      size_t end = begin + chunk(n - begin);
+      if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      (*fn)(begin, end);
+      begin = next.load(std::memory_order_relaxed);
     }
+  }
+  // The threads should end together: who ends first waits, on average, for half of another's last chunk.
+  size_t chunk(size_t left) const {
+    return std::min(left, std::clamp(left / (2 * threads) / least * least, least, grain));
   }
   bool exhausted() const { return next.load(std::memory_order_relaxed) >= n; }
 };
@@ -136,7 +143,7 @@ void CopyPool::parallel_for(size_t n, size_t grain, const std::function<void(siz
   if (n == 0) return;
   grain = std::max<size_t>(grain, 1);
   if (threads_ == 1 || n <= grain) return fn(0, n);
-  Job job{&fn, n, grain};
+  Job job{&fn, n, grain, grain, static_cast<size_t>(threads_)};
   impl().take_part(job);
 }
 
@@ -148,10 +155,12 @@ void CopyPool::copy(std::span<const CopyPiece> pieces) {
   std::vector<size_t> ends(pieces.size());  // running totals: a chunk finds its first piece by bisection
   size_t end = 0;
   for (size_t i = 0; i < pieces.size(); ++i) ends[i] = end += pieces[i].nbytes;
-  parallel_for(total, kChunkBytes, [&](size_t begin, size_t end) {
+  const std::function<void(size_t, size_t)> run = [&](size_t begin, size_t end) {
     auto first = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
     copy_run(path, &pieces[first], begin - (ends[first] - pieces[first].nbytes), end - begin);
-  });
+  };
+  Job job{&run, total, kChunkBytes, kLeastChunkBytes, static_cast<size_t>(threads_)};
+  impl().take_part(job);
 }
 
 void CopyPool::copy(void* dst, const void* src, size_t nbytes) {

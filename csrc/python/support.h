@@ -67,11 +67,13 @@ std::shared_ptr<void> keep_alive(nb::object object);
 // Releases what native code let go of. Cheap when there is nothing. Called with the GIL.
 void drain_released();
 
-// A native object as Python holds it: dropped without the GIL, leaked in a forked child.
+// A native object as Python holds it: dropped without the GIL, leaked in a forked child. `keeps_nothing`: to drop it
+// can neither wait nor run anything, so the GIL stays.
 template <typename T>
 class Held {
  public:
-  explicit Held(std::shared_ptr<T> object) : object_(std::move(object)) {}
+  explicit Held(std::shared_ptr<T> object, bool keeps_nothing = false)
+      : object_(std::move(object)), keeps_nothing_(keeps_nothing) {}
   Held(Held&&) noexcept = default;
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
@@ -81,6 +83,7 @@ class Held {
       new std::shared_ptr<T>(std::move(object_));
       return;
     }
+    if (keeps_nothing_) return;
     NoGil no_gil;
     object_.reset();
   }
@@ -89,6 +92,7 @@ class Held {
 
  private:
   std::shared_ptr<T> object_;
+  bool keeps_nothing_ = false;
 };
 
 // --- capsules: how _core and _c10d pass objects, a heap-allocated shared_ptr under a name ---

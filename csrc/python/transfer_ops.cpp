@@ -71,7 +71,7 @@ nb::object transfer_now(PyEngine& engine, bool write, PyRegion& local, int64_t l
   OpOptions options;
   options.deadline = Deadline::never();
   auto op = engine->transfer_now(write ? Direction::write : Direction::read, batch, options);
-  return op ? nb::cast(PyOp(std::move(op))) : nb::none();
+  return op ? nb::cast(PyOp(std::move(op), true)) : nb::none();
 }
 
 // items: (local, local offset, remote, remote offset, nbytes).

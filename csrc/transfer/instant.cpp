@@ -46,7 +46,7 @@ OpPtr EngineImpl::transfer_now(Direction direction, const Batch& batch, const Op
   else
     status = status.with((writes ? "write of " : "read of ") + std::to_string(nbytes) +
                          (writes ? " bytes to " : " bytes from ") + peer.name());
-  auto op = std::make_shared<EndedOp>(remote.peer(), nbytes, std::move(transport), std::move(status));
+  auto op = std::make_shared<EndedOp>(peer.identity().name, nbytes, std::move(transport), std::move(status));
   metrics_.op_ended(writes, op->transport(), nbytes, steady_ns() - began_ns, op->state());
   return op;
 }

@@ -11,10 +11,10 @@ namespace torch_mooncake::transfer {
 // The longest instant op. With 64 KiB the copy begins to cost more than the op around it.
 inline constexpr uint64_t kInstantBytes = 64 << 10;
 
-// An op that was over before it existed.
+// An op that was over before it existed. Keeps nothing alive, so that to drop it costs and waits for nothing.
 class EndedOp final : public Op {
  public:
-  EndedOp(PeerPtr peer, uint64_t nbytes, std::string transport, Status status)
+  EndedOp(std::string peer, uint64_t nbytes, std::string transport, Status status)
       : peer_(std::move(peer)), nbytes_(nbytes), transport_(std::move(transport)), status_(std::move(status)) {}
   OpState state() const override {
     return status_.is_ok()                             ? OpState::done
@@ -28,11 +28,11 @@ class EndedOp final : public Op {
   uint64_t bytes_done() const override { return status_.is_ok() ? nbytes_ : 0; }
   bool remote_quiescent() const override { return true; }
   std::string transport() const override { return transport_; }
-  std::string peers() const override { return peer_->identity().name; }
+  std::string peers() const override { return peer_; }
   bool watch(std::shared_ptr<OpWatcher>, uint64_t) override { return false; }
 
  private:
-  const PeerPtr peer_;
+  const std::string peer_;
   const uint64_t nbytes_;
   const std::string transport_;
   const Status status_;

@@ -83,26 +83,10 @@ void ProcessVmEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<cons
 }
 
 void ProcessVmEndpoint::submit_pull(const std::shared_ptr<OpImpl>& op, std::span<const Batch> batches) {
-  PullRequest request;
-  request.id = next_pull_.fetch_add(1);
-  request.notify = op->take_notify();
-  request.pieces.reserve(count_extents(batches));
-  uint64_t nbytes = 0;
-  std::vector<RegionImpl*> sources;
-  for (auto& batch : batches) {
-    sources.push_back(static_cast<RegionImpl*>(batch.local.get()));
-    auto base = reinterpret_cast<uint64_t>(batch.local->data());
-    auto grant = static_cast<RemoteRegionImpl&>(*batch.remote).grant();
-    for (auto& e : batch.extents) {
-      request.pieces.push_back({base + e.local_offset, {grant, e.remote_offset, e.nbytes}});
-      nbytes += e.nbytes;
-    }
-  }
-  std::sort(sources.begin(), sources.end());
-  sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
-  for (auto* region : sources)
-    request.sources.push_back({reinterpret_cast<uint64_t>(region->generation_word()), region->generation()});
-  std::make_shared<PullPart>(op, request.id, nbytes)->run(std::move(request));
+  uint64_t id = next_pull_.fetch_add(1), nbytes = 0;
+  for (auto& batch : batches)
+    for (auto& extent : batch.extents) nbytes += extent.nbytes;
+  std::make_shared<PullPart>(op, id, nbytes)->run(PullRequest::encode(id, op->take_notify(), batches));
 }
 
 void ProcessVmEndpoint::on_pull(rpc::Message message, rpc::Responder responder) {

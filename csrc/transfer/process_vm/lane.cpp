@@ -9,7 +9,7 @@
 namespace torch_mooncake::transfer {
 namespace {
 
-constexpr uint64_t kJobBytes = 1 << 20;
+constexpr uint64_t kJobBytes = 256 << 10;  // short, so that the threads end a step together
 constexpr size_t kJobVectors = 512;
 
 struct Job {

@@ -1,41 +1,58 @@
 #include "transfer/process_vm/pull.h"
 
+#include <algorithm>
+
 #include "common/failpoint.h"
+#include "common/packed.h"
 #include "transfer/engine_impl.h"
 #include "transfer/process_vm/endpoint.h"
 #include "transfer/process_vm/lane.h"
+#include "transfer/slices.h"
 #include "transfer/wire.h"
 
 namespace torch_mooncake::transfer {
+namespace {
+constexpr size_t kPieceBytes = 28;  // of a pull request
+}
 
-std::string PullRequest::encode() const {
+std::string PullRequest::encode(uint64_t id, std::string_view notify, std::span<const Batch> batches) {
+  std::vector<const RegionImpl*> sources;
+  for (auto& batch : batches) sources.push_back(static_cast<RegionImpl*>(batch.local.get()));
+  std::sort(sources.begin(), sources.end());
+  sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
   ByteWriter out;
-  out.put(id).put(static_cast<uint32_t>(sources.size()));
-  for (auto& s : sources) out.put(s.generation_word).put(s.generation);
-  out.put(static_cast<uint32_t>(pieces.size()));
-  for (auto& p : pieces) out.put(p.source).put(p.target.grant).put(p.target.offset).put(p.target.nbytes);
-  out.put(std::string_view(notify));
-  return out.take();
+  out.put(id).put(notify).put(static_cast<uint32_t>(sources.size()));
+  for (auto* region : sources)
+    out.put(reinterpret_cast<uint64_t>(region->generation_word())).put(region->generation());
+  size_t count = count_extents(batches);
+  out.put(static_cast<uint32_t>(count));
+  std::string body = out.take();
+  size_t at = body.size();
+  body.resize(at + count * kPieceBytes);
+  char* to = body.data() + at;
+  for (auto& batch : batches) {
+    auto base = reinterpret_cast<uint64_t>(batch.local->data());
+    auto grant = static_cast<RemoteRegionImpl&>(*batch.remote).grant();
+    for (auto& e : batch.extents) to = store(to, base + e.local_offset, grant, e.remote_offset, e.nbytes);
+  }
+  return body;
 }
 
 Result<PullRequest> PullRequest::decode(std::string_view body) {
   ByteReader in(body);
   PullRequest r;
   r.id = in.get<uint64_t>();
+  r.notify = in.get_string();
   r.sources.resize(in.get_count(16));
   for (auto& s : r.sources) {
     s.generation_word = in.get<uint64_t>();
     s.generation = in.get<uint64_t>();
   }
-  r.pieces.resize(in.get_count(28));
-  for (auto& p : r.pieces) {
-    p.source = in.get<uint64_t>();
-    p.target.grant = in.get<uint32_t>();
-    p.target.offset = in.get<uint64_t>();
-    p.target.nbytes = in.get<uint64_t>();
-  }
-  r.notify = in.get_string();
-  if (!in.done()) return Status(Code::invalid_argument, "malformed pull request");
+  r.pieces.resize(in.get_count(kPieceBytes));
+  if (!in.ok() || in.rest().size() != r.pieces.size() * kPieceBytes)
+    return Status(Code::invalid_argument, "malformed pull request");
+  const char* from = in.rest().data();
+  for (auto& p : r.pieces) from = load(from, p.source, p.target.grant, p.target.offset, p.target.nbytes);
   return r;
 }
 
@@ -76,7 +93,12 @@ void Pull::cancel(rpc::Responder over) {
 }
 
 Status Pull::pull() {
-  for (auto& piece : request_.pieces) TM_TRY(peer_->grants().check(piece.target, Direction::write));
+  RegionImplPtr region;
+  uint32_t last_grant = 0;
+  for (auto& piece : request_.pieces) {
+    if (!region || piece.target.grant != last_grant) region = peer_->grants().find(last_grant = piece.target.grant);
+    TM_TRY(check_piece(region, piece.target, Direction::write));
+  }
   auto& session = *peer_->session();
   int pid = session.peer_pid();
   if (pid <= 0 || !peer_->we_read_peer_vm()) return {Code::unsupported, "this process cannot read the writer's memory"};
@@ -129,16 +151,15 @@ Status Pull::step(std::span<const PullPiece> pieces, int pid) {
 
 // ---- PullPart
 
-void PullPart::run(PullRequest request) {
+void PullPart::run(std::string request) {
   auto self = shared_from_this();
-  auto body = request.encode();
   op_->add(self);
   {
     std::lock_guard lock(mutex_);
     if (state_ == State::over) return;
     state_ = State::sending;
   }
-  op_->peer().session()->call(kPull, std::move(body), Deadline::never(), [self](Result<rpc::Message> answer) {
+  op_->peer().session()->call(kPull, std::move(request), Deadline::never(), [self](Result<rpc::Message> answer) {
     auto& op = *self->op_;
     if (answer) {
       op.add_bytes_done(self->nbytes_);

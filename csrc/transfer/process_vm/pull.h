@@ -25,7 +25,8 @@ struct PullRequest {
   std::vector<PullSource> sources;
   std::vector<PullPiece> pieces;
   std::string notify;
-  std::string encode() const;
+  // Straight from the op's list, which may be long: made inside its call.
+  static std::string encode(uint64_t id, std::string_view notify, std::span<const Batch> batches);
   static Result<PullRequest> decode(std::string_view body);
 };
 
@@ -59,7 +60,7 @@ class Pull : public std::enable_shared_from_this<Pull> {
 class PullPart final : public Part, public std::enable_shared_from_this<PullPart> {
  public:
   PullPart(OpImplPtr op, uint64_t id, uint64_t nbytes) : op_(std::move(op)), id_(id), nbytes_(nbytes) {}
-  void run(PullRequest request);
+  void run(std::string request);
   void stop(const Status& why) override;
 
  private:

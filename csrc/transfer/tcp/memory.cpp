@@ -2,9 +2,13 @@
 
 #include <algorithm>
 
+#include "common/packed.h"
 #include "transfer/peer.h"
 
 namespace torch_mooncake::transfer {
+namespace {
+constexpr size_t kPieceBytes = 20;
+}
 
 ChunkPlan plan_chunks(std::span<const Batch> batches, uint64_t slice_bytes, int lanes) {
   ChunkPlan plan;
@@ -37,26 +41,25 @@ ChunkPlan plan_chunks(std::span<const Batch> batches, uint64_t slice_bytes, int 
   return plan;
 }
 
-void put_pieces(ByteWriter& out, std::span<const Piece> pieces) {
-  out.put(static_cast<uint32_t>(pieces.size()));
-  for (auto& piece : pieces) out.put(piece.grant).put(piece.offset).put(piece.nbytes);
+void append_pieces(std::string& out, std::span<const Piece> pieces) {
+  size_t at = out.size();
+  out.resize(at + 4 + pieces.size() * kPieceBytes);
+  char* to = store(out.data() + at, static_cast<uint32_t>(pieces.size()));
+  for (auto& piece : pieces) to = store(to, piece.grant, piece.offset, piece.nbytes);
 }
 
 std::vector<Piece> get_pieces(ByteReader& in) {
-  std::vector<Piece> pieces(in.get_count(20));
-  for (auto& piece : pieces) {
-    piece.grant = in.get<uint32_t>();
-    piece.offset = in.get<uint64_t>();
-    piece.nbytes = in.get<uint64_t>();
-  }
+  std::vector<Piece> pieces(in.get_count(kPieceBytes));
+  const char* from = in.rest().data();
+  for (auto& piece : pieces) from = load(from, piece.grant, piece.offset, piece.nbytes);
+  if (!pieces.empty()) in = ByteReader(in.rest().substr(pieces.size() * kPieceBytes));
   return pieces;
 }
 
 std::string FrameHead::encode() const {
-  ByteWriter out;
-  out.put(kind).put(stream).put(chunk).put(attempt);
-  if (kind == StreamKind::write) put_pieces(out, pieces);
-  return out.take();
+  std::string out = ByteWriter().put(kind).put(stream).put(chunk).put(attempt).take();
+  if (kind == StreamKind::write) append_pieces(out, pieces);
+  return out;
 }
 
 Result<FrameHead> FrameHead::decode(std::string_view body) {

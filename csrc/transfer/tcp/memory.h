@@ -47,7 +47,8 @@ struct FrameHead {
   static Result<FrameHead> decode(std::string_view body);
 };
 
-void put_pieces(ByteWriter& out, std::span<const Piece> pieces);
+// u32 count, then 20 bytes a piece.
+void append_pieces(std::string& out, std::span<const Piece> pieces);
 std::vector<Piece> get_pieces(ByteReader& in);
 
 }  // namespace torch_mooncake::transfer

@@ -25,8 +25,9 @@ void ReadPart::run() {
   ByteWriter out;
   out.put(id_).put(static_cast<uint32_t>(plan_.chunks.size()));
   for (auto& chunk : plan_.chunks) out.put(chunk.count);
-  put_pieces(out, plan_.pieces);
-  op_->peer().session()->call(kRead, out.take(), Deadline::never(), [self = self()](Result<rpc::Message> answer) {
+  std::string body = out.take();
+  append_pieces(body, plan_.pieces);
+  op_->peer().session()->call(kRead, std::move(body), Deadline::never(), [self = self()](Result<rpc::Message> answer) {
     if (!answer) self->stop(answer.status());
   });
   {

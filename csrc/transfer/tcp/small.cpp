@@ -34,16 +34,16 @@ void SmallPart::run() {
 }
 
 void SmallPart::write() {
-  ByteWriter out;
-  out.put(std::string_view(op_->take_notify()));
-  put_pieces(out, plan_.pieces);
+  std::string body = ByteWriter().put(std::string_view(op_->take_notify())).take();
+  body.reserve(body.size() + 4 + plan_.pieces.size() * sizeof(Piece) + plan_.nbytes);
+  append_pieces(body, plan_.pieces);
   {
     std::lock_guard lock(mutex_);
     if (over_) return op_->quiescent(*this);  // the memory is the caller's again
-    for (size_t i = 0; i < plan_.pieces.size(); ++i) out.raw(view(plan_.local[i], plan_.pieces[i].nbytes));
+    for (size_t i = 0; i < plan_.pieces.size(); ++i) body += view(plan_.local[i], plan_.pieces[i].nbytes);
   }
   op_->peer().engine().metrics().bytes(carrier(op_->peer()), plan_.nbytes, 0);
-  op_->peer().session()->call(kSmallWrite, out.take(), Deadline::never(),
+  op_->peer().session()->call(kSmallWrite, std::move(body), Deadline::never(),
                               [self = shared_from_this()](Result<rpc::Message> answer) {
                                 auto& op = *self->op_;
                                 if (answer) op.add_bytes_done(self->plan_.nbytes);
@@ -54,9 +54,9 @@ void SmallPart::write() {
 }
 
 void SmallPart::read() {
-  ByteWriter out;
-  put_pieces(out, plan_.pieces);
-  op_->peer().session()->call(kSmallRead, out.take(), Deadline::never(),
+  std::string body;
+  append_pieces(body, plan_.pieces);
+  op_->peer().session()->call(kSmallRead, std::move(body), Deadline::never(),
                               [self = shared_from_this()](Result<rpc::Message> answer) {
                                 if (!answer) return self->end(answer.status());
                                 self->arrived(answer->body);

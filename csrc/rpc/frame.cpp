@@ -51,6 +51,7 @@ bool expected(FrameType type, Stage stage) {
     case FrameType::ready:
       return stage == Stage::proven;
     case FrameType::call:
+    case FrameType::hot_call:
     case FrameType::reply:
     case FrameType::error:
     case FrameType::post:
@@ -93,7 +94,7 @@ Result<FrameHeader> decode_header(std::string_view bytes, Stage stage) {
   if (h.payload_bytes > (h.type == FrameType::bulk ? kMaxPayload : 0)) {
     return {Code::corrupt, "frame of type " + type + " with " + std::to_string(h.payload_bytes) + " payload bytes"};
   }
-  bool may_have_fds = h.type == FrameType::call || h.type == FrameType::reply;
+  bool may_have_fds = h.type == FrameType::call || h.type == FrameType::hot_call || h.type == FrameType::reply;
   bool may_be_numbered = may_have_fds || h.type == FrameType::error || h.type == FrameType::post;
   if (h.nfds > (may_have_fds ? kMaxFds : 0) || (h.sequence != 0 && !may_be_numbered)) {
     return {Code::corrupt, "frame header has bad fields"};

@@ -35,6 +35,7 @@ enum class FrameType : uint8_t {
   pong = 22,
   control = 23,       // control rides this lane from now on; id: the last message received without a gap
   acknowledged = 24,  // id: likewise
+  hot_call = 25,      // a call whose caller spins for the answer, and may well call again at once
 };
 
 inline constexpr size_t kHeaderBytes = 32;

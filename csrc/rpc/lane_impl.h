@@ -5,8 +5,11 @@
 // Sending: `sending_` makes one thread at a time the sender, who holds no lock while it is in sendmsg. Others queue
 // their frames and go. Control frames go before queued bulk frames, after the frame that is under way.
 //
+// A frame sent by MSG_ZEROCOPY is finished when the kernel has done with its memory, not when it has taken the bytes.
+//
 // Death: any thread may shut the socket down (kill); the I/O thread then takes the receiver's role, finishes the frame
-// being received, and when no sender is inside, fails what is queued, closes the fd and tells the session.
+// being received, and when no sender is inside, has the kernel drop what it has not sent, waits until it reads no
+// frame's memory any more, fails what is queued, closes the fd and tells the session.
 #pragma once
 
 #include <array>
@@ -23,12 +26,18 @@
 #include "rpc/frame.h"
 #include "rpc/reactor.h"
 #include "rpc/session.h"
+#include "rpc/spin_gate.h"
+#include "rpc/zero_copy.h"
 
 namespace torch_mooncake::rpc {
 
+// A message's bytes, shared by the frame and by the session that keeps them until they are acknowledged. Never null.
+using SharedBody = std::shared_ptr<const std::string>;
+inline SharedBody share(std::string body) { return std::make_shared<const std::string>(std::move(body)); }
+
 struct OutFrame {
   HeaderBytes header;
-  std::string body;
+  SharedBody body;
   std::vector<UniqueFd> fds;
   std::vector<iovec> payload;
   std::function<void(const Status&)> sent;
@@ -38,6 +47,7 @@ struct OutFrame {
   uint64_t done = 0;
   size_t payload_at = 0;       // first payload piece not wholly sent,
   uint64_t payload_begin = 0;  // and the payload bytes before it
+  std::optional<uint32_t> last_zero_copy;  // the last send that the kernel reads without a copy
 };
 
 class LaneImpl final : public Lane, public EventTarget, public std::enable_shared_from_this<LaneImpl> {
@@ -47,7 +57,8 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   // Begins to receive. Before it, nothing is read.
   Status start();
   // Queues a control frame. Fails only if the lane is dead.
-  Status send_control(const FrameHeader& header, std::string body, std::vector<UniqueFd> fds = {});
+  Status send_control(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds = {});
+  Status send_control(const FrameHeader& header) { return send_control(header, share({})); }
   bool is_killed() const {
     std::lock_guard lock(mutex_);
     return killed_.has_value();
@@ -73,6 +84,9 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   void kill(const Status& why) override;
 
   void on_events(uint32_t events) override;
+  bool look() override;
+  void expect_soon() { reactor_->expect_soon(shared_from_this()); }
+  bool callers_spin() const { return spin_gate_.is_open(); }  // those that wait for an answer on this lane
 
  private:
   // lane_send.cpp
@@ -82,7 +96,9 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   bool has_queued() const { return !control_.empty() || !bulk_[0].empty() || !bulk_[1].empty(); }
   static constexpr int kAgeing = 8;
   void finish_frame(std::unique_ptr<OutFrame> frame, const Status& status);
-  ssize_t send_some(OutFrame& frame);
+  ssize_t send_some(OutFrame& frame, bool& zero_copied);
+  void finish_copied();    // frames that the kernel has done with
+  bool memory_is_ours();   // of a dying lane: the kernel reads no frame's memory any more
 
   // lane_receive.cpp
   void take_role_and_receive();
@@ -116,6 +132,8 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   std::deque<std::unique_ptr<OutFrame>> control_, bulk_[2];  // bulk: foreground, background
   int passed_over_ = 0;                                      // frames of the foreground since one of the background
   std::unique_ptr<OutFrame> current_;                        // begun; written to by the sender alone
+  ZeroCopy zero_copy_;
+  std::deque<std::unique_ptr<OutFrame>> lingering_;          // sent; the kernel may still read their memory
   bool sending_ = false;
   bool waiting_for_room_ = false;  // EPOLLOUT is armed
   bool polled_ = false;            // a waiting caller receives: EPOLLIN is not armed

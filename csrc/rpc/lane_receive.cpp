@@ -28,6 +28,7 @@ constexpr int64_t kReadBudget = 4 << 20;  // before other lanes of this thread g
 constexpr size_t kPieces = 128;           // of one recvmsg
 constexpr int kSleepMs = 1;               // at most, of a caller that receives for itself
 constexpr int kSilenceMs = 30'000;
+constexpr int64_t kLookAgainNs = 2'000'000;  // whether the kernel still reads a dead lane's frames
 
 }  // namespace
 
@@ -55,6 +56,7 @@ LaneImpl::LaneImpl(std::shared_ptr<Core> core, std::shared_ptr<SessionImpl> sess
     rail_ = {here.host(), there.host()};
     // Without heartbeats nobody else would find a peer that vanished.
     limit_silence(fd_.get(), core_->options.heartbeat_ms > 0 ? core_->options.heartbeat_limit_ms : kSilenceMs);
+    zero_copy_.choose(fd_.get(), is_one_host(fd_.get()));
   }
   ForkGuard::add(fd_.get());
   core_->lane_opened();
@@ -100,7 +102,10 @@ LaneProgress LaneImpl::progress() const {
 
 std::vector<std::pair<std::string, std::string>> LaneImpl::tuning() const {
   std::lock_guard lock(mutex_);
-  return fd_.valid() ? describe_tuning(fd_.get()) : std::vector<std::pair<std::string, std::string>>();
+  if (!fd_.valid()) return {};
+  auto tuning = describe_tuning(fd_.get());
+  if (!is_unix_) tuning.emplace_back("zero copy", zero_copy_.describe());
+  return tuning;
 }
 
 void LaneImpl::kill(const Status& why) {
@@ -122,6 +127,7 @@ void LaneImpl::on_events(uint32_t events) {
     }
     if (drain_now) drain(4 << 20);
   }
+  if (events & EPOLLERR) finish_copied();
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) take_role_and_receive();
 }
 
@@ -133,6 +139,13 @@ void LaneImpl::take_role_and_receive() {
   }
   if (!over_) (void)receive();
   receiving_.store(false, std::memory_order_release);
+}
+
+bool LaneImpl::look() {
+  if (receiving_.exchange(true, std::memory_order_acq_rel)) return false;
+  bool received = !over_ && receive();
+  receiving_.store(false, std::memory_order_release);
+  return received;
 }
 
 bool LaneImpl::receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) {
@@ -363,12 +376,16 @@ void LaneImpl::die(const Status& why) {
 }
 
 void LaneImpl::finish_death() {
+  if (!memory_is_ours()) {
+    reactor_->add_timer(steady_ns() + kLookAgainNs, [self = shared_from_this()] { self->finish_death(); });
+    return;
+  }
   std::deque<std::unique_ptr<OutFrame>> unsent;
   Status why;
   {
     std::lock_guard lock(mutex_);
     if (current_) unsent.push_back(std::move(current_));
-    for (auto* queue : {&control_, &bulk_[0], &bulk_[1]}) {
+    for (auto* queue : {&lingering_, &control_, &bulk_[0], &bulk_[1]}) {
       for (auto& frame : *queue) unsent.push_back(std::move(frame));
       queue->clear();
     }

@@ -19,12 +19,12 @@ constexpr uint64_t kSendBytes = 4 << 20;  // and their bytes: more than a socket
 
 }  // namespace
 
-Status LaneImpl::send_control(const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {
+Status LaneImpl::send_control(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
   auto frame = std::make_unique<OutFrame>();
   frame->header = encode_header(header);
   frame->body = std::move(body);
   frame->fds = std::move(fds);
-  frame->total = kHeaderBytes + frame->body.size();
+  frame->total = kHeaderBytes + frame->body->size();
   return enqueue(std::move(frame), true, kCallerBudget);
 }
 
@@ -39,12 +39,12 @@ Status LaneImpl::send_bulk(BulkFrame bulk) {
   for (auto& piece : bulk.payload) header.payload_bytes += piece.iov_len;
   if (header.payload_bytes > kMaxPayload) return {Code::invalid_argument, "bulk frame of more than 1 TiB"};
   frame->header = encode_header(header);
-  frame->body = std::move(bulk.body);
+  frame->body = share(std::move(bulk.body));
   frame->payload = std::move(bulk.payload);
   frame->sent = std::move(bulk.sent);
   frame->keep = std::move(bulk.keep);
   frame->is_background = bulk.priority == Priority::background;
-  frame->total = kHeaderBytes + frame->body.size() + header.payload_bytes;
+  frame->total = kHeaderBytes + frame->body->size() + header.payload_bytes;
   // Large frames are left to the I/O thread, so that a caller can spread its slices over lanes; small ones save the
   // wake-up (about 45 µs) by going out here.
   bool is_small = frame->total <= static_cast<uint64_t>(kCallerBudget);
@@ -113,7 +113,8 @@ void LaneImpl::drain(int64_t budget) {
         budget = kIoBudget;
       }
     }
-    ssize_t n = send_some(*current_);
+    bool zero_copied = false;
+    ssize_t n = send_some(*current_, zero_copied);
     int err = errno;
     if (n < 0) {
       if (err == EINTR) continue;
@@ -136,11 +137,18 @@ void LaneImpl::drain(int64_t budget) {
     queued_.fetch_sub(bytes, std::memory_order_relaxed);
     sent_.fetch_add(bytes, std::memory_order_relaxed);
     budget -= n;
-    if (current_->done < current_->total) continue;
+    bool all = current_->done == current_->total;
+    if (!all && !zero_copied) continue;
     std::unique_ptr<OutFrame> finished;
     {
       std::lock_guard lock(mutex_);
+      if (zero_copied) current_->last_zero_copy = zero_copy_.sent();
+      if (!all) continue;
       finished = std::move(current_);
+      if (finished->last_zero_copy && !zero_copy_.is_over(*finished->last_zero_copy)) {
+        lingering_.push_back(std::move(finished));
+        continue;
+      }
     }
     finish_frame(std::move(finished), Status::ok());
   }
@@ -162,7 +170,32 @@ void LaneImpl::finish_frame(std::unique_ptr<OutFrame> frame, const Status& statu
   if (!reactor_->post(tell)) tell();
 }
 
-ssize_t LaneImpl::send_some(OutFrame& frame) {
+void LaneImpl::finish_copied() {
+  std::deque<std::unique_ptr<OutFrame>> over;
+  {
+    std::lock_guard lock(mutex_);
+    zero_copy_.collect(fd_.get());
+    while (!lingering_.empty() && zero_copy_.is_over(*lingering_.front()->last_zero_copy)) {
+      over.push_back(std::move(lingering_.front()));
+      lingering_.pop_front();
+    }
+  }
+  for (auto& frame : over) finish_frame(std::move(frame), Status::ok());
+}
+
+// A closed socket would go on sending what it has, from memory that is somebody else's by then, to a peer that still
+// takes it. Disconnected it drops its queue and resets the connection; what a NIC is reading just now is soon over.
+bool LaneImpl::memory_is_ours() {
+  std::lock_guard lock(mutex_);
+  if (!fd_.valid() || zero_copy_.all_over()) return true;
+  sockaddr nobody{};
+  nobody.sa_family = AF_UNSPEC;
+  (void)::connect(fd_.get(), &nobody, sizeof nobody);
+  zero_copy_.collect(fd_.get());
+  return zero_copy_.all_over();
+}
+
+ssize_t LaneImpl::send_some(OutFrame& frame, bool& zero_copied) {
   iovec pieces[kPieces];
   size_t count = 0;
   uint64_t at = frame.done;
@@ -170,19 +203,18 @@ ssize_t LaneImpl::send_some(OutFrame& frame) {
     pieces[count++] = {frame.header.data() + at, kHeaderBytes - at};
     at = kHeaderBytes;
   }
-  uint64_t body_at = at - kHeaderBytes;
-  if (body_at < frame.body.size()) {
-    pieces[count++] = {frame.body.data() + body_at, frame.body.size() - body_at};
-    body_at = frame.body.size();
-  }
-  uint64_t payload_done =
-      frame.done > kHeaderBytes + frame.body.size() ? frame.done - kHeaderBytes - frame.body.size() : 0;
+  std::string_view body = *frame.body;
+  if (uint64_t body_at = at - kHeaderBytes; body_at < body.size())
+    pieces[count++] = {const_cast<char*>(body.data()) + body_at, body.size() - body_at};
+  uint64_t before_payload = kHeaderBytes + body.size();
+  uint64_t payload_done = frame.done > before_payload ? frame.done - before_payload : 0;
   while (frame.payload_at < frame.payload.size() &&
          frame.payload_begin + frame.payload[frame.payload_at].iov_len <= payload_done) {
     frame.payload_begin += frame.payload[frame.payload_at++].iov_len;
   }
   uint64_t skip = payload_done - frame.payload_begin;
   uint64_t offered = 0;
+  size_t before = count;
   for (size_t i = frame.payload_at; i < frame.payload.size() && count < kPieces && offered < kSendBytes; ++i) {
     auto& piece = frame.payload[i];
     if (piece.iov_len > skip) pieces[count++] = {static_cast<char*>(piece.iov_base) + skip, piece.iov_len - skip};
@@ -206,7 +238,14 @@ ssize_t LaneImpl::send_some(OutFrame& frame) {
       std::memcpy(CMSG_DATA(header) + i * sizeof(int), &fd, sizeof fd);
     }
   }
-  ssize_t n = ::sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  constexpr int kFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
+  zero_copied = zero_copy_.wants(offered, count - before);
+  ssize_t n = ::sendmsg(fd_.get(), &message, zero_copied ? kFlags | MSG_ZEROCOPY : kFlags);
+  if (n < 0 && zero_copied && errno == ENOBUFS) {  // too many under way, or RLIMIT_MEMLOCK
+    zero_copied = false;
+    n = ::sendmsg(fd_.get(), &message, kFlags);
+  }
+  zero_copied = zero_copied && n > 0;
   if (n > 0) {
     frame.done += static_cast<uint64_t>(n);
     frame.fds.clear();

@@ -17,7 +17,6 @@
 
 #include "common/fd.h"
 #include "common/status.h"
-#include "rpc/spin_gate.h"
 
 struct epoll_event;
 
@@ -27,6 +26,8 @@ class EventTarget {
  public:
   virtual ~EventTarget() = default;
   virtual void on_events(uint32_t events) = 0;  // EPOLLIN | EPOLLOUT | EPOLLHUP | …, level-triggered
+  // Takes what has come, without asking epoll first; false if nothing has. On the reactor's thread.
+  virtual bool look() { return false; }
 };
 
 class Reactor {
@@ -46,9 +47,9 @@ class Reactor {
   uint64_t add_timer(int64_t at_ns, std::function<void()> fn);
   void cancel_timer(uint64_t id);
 
-  // From an event: the next may well come within microseconds (a request was answered), so the thread looks for it for
-  // up to 50 µs before it sleeps, as long as that has paid lately.
-  void expect_soon() { expecting_ = true; }
+  // From an event of this target: its next may well come within microseconds (a request of a caller who spins was
+  // answered), so the thread looks for it for up to 50 µs before it sleeps.
+  void expect_soon(std::shared_ptr<EventTarget> target) { expected_ = std::move(target); }
 
   // Runs what was posted, then ends the thread. Not from the reactor's own thread.
   void stop();
@@ -66,8 +67,7 @@ class Reactor {
   std::thread thread_;
   std::atomic<std::thread::id> thread_id_{};
   std::atomic<bool> woken_{false};
-  bool expecting_ = false;  // the reactor's thread only, as is
-  SpinGate spin_gate_;
+  std::shared_ptr<EventTarget> expected_;  // the reactor's thread only
 
   std::mutex mutex_;  // all below
   bool stopping_ = false;

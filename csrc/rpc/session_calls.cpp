@@ -87,7 +87,9 @@ Status SessionImpl::begin_call(uint16_t method, std::string body, std::vector<Un
     id = next_call_++;
     calls_.emplace(id, Pending{std::move(done), 0});
   }
-  auto header = header_of(FrameType::call, method, id, body.size(), fds.size());
+  auto lane = control();
+  auto type = lane && lane->callers_spin() ? FrameType::hot_call : FrameType::call;
+  auto header = header_of(type, method, id, body.size(), fds.size());
   Status sent = send_message(header, std::move(body), std::move(fds));
   if (sent) return sent;
   // If the call is no longer there, the end of the session has answered it.
@@ -193,8 +195,9 @@ void SessionImpl::answer_error(uint64_t id, const Status& status) {
 }
 
 void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {
-  bool is_message = header.type == FrameType::call || header.type == FrameType::post ||
-                    header.type == FrameType::reply || header.type == FrameType::error;
+  bool is_call = header.type == FrameType::call || header.type == FrameType::hot_call;
+  bool is_message = is_call || header.type == FrameType::post || header.type == FrameType::reply ||
+                    header.type == FrameType::error;
   if (is_message && !accept_message(lane, header)) return;
   switch (header.type) {
     case FrameType::control:
@@ -206,7 +209,7 @@ void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::strin
     case FrameType::ping: {
       FrameHeader pong;
       pong.type = FrameType::pong;
-      (void)lane.send_control(pong, {});
+      (void)lane.send_control(pong);
       return;
     }
     case FrameType::reply:
@@ -214,6 +217,7 @@ void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::strin
     case FrameType::error:
       return complete(header.id, decode_error(body));
     case FrameType::call:
+    case FrameType::hot_call:
     case FrameType::post:
       break;
     default:
@@ -221,8 +225,8 @@ void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::strin
   }
   auto self = std::static_pointer_cast<SessionImpl>(shared_from_this());
   Responder responder;
-  if (header.type == FrameType::call) {
-    if (lane.reactor().in_thread()) lane.reactor().expect_soon();
+  if (is_call) {
+    if (header.type == FrameType::hot_call && lane.reactor().in_thread()) lane.expect_soon();
     auto state = std::make_shared<Responder::State>();
     state->session = self;
     state->id = header.id;

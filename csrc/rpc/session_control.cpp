@@ -30,6 +30,7 @@ FrameHeader notice(FrameType type, uint32_t received) {
 Status SessionImpl::send_message(FrameHeader header, std::string body, std::vector<UniqueFd> fds) {
   std::shared_ptr<LaneImpl> lane;
   bool is_kept = false;
+  SharedBody shared = share(std::move(body));
   {
     std::lock_guard lock(mutex_);
     if (ended_) return status_;
@@ -37,8 +38,8 @@ Status SessionImpl::send_message(FrameHeader header, std::string body, std::vect
     if (is_numbered_) {
       if (++last_sent_ == 0) ++last_sent_;
       header.sequence = last_sent_;
-      unacknowledged_bytes_ += kHeaderBytes + body.size();
-      unacknowledged_.push_back({header, body});
+      unacknowledged_bytes_ += kHeaderBytes + shared->size();
+      unacknowledged_.push_back({header, shared});
       if (unacknowledged_bytes_ > kMaxKeptBytes && !is_moving_) {
         unacknowledged_.clear();
         unacknowledged_bytes_ = 0;
@@ -51,7 +52,7 @@ Status SessionImpl::send_message(FrameHeader header, std::string body, std::vect
     if (!control_) return {Code::peer_lost, "the control lane is gone"};
     lane = control_;
   }
-  Status sent = lane->send_control(header, std::move(body), std::move(fds));
+  Status sent = lane->send_control(header, std::move(shared), std::move(fds));
   return is_kept ? Status() : sent;
 }
 
@@ -82,13 +83,13 @@ bool SessionImpl::accept_message(LaneImpl& lane, const FrameHeader& header) {
     lane.kill({Code::corrupt, "a control message on lane " + std::to_string(lane.index())});
     return false;
   }
-  if (acknowledge) (void)lane.send_control(notice(FrameType::acknowledged, received), {});
+  if (acknowledge) (void)lane.send_control(notice(FrameType::acknowledged, received));
   return true;
 }
 
 void SessionImpl::forget_acknowledged(uint32_t sequence) {
   while (!unacknowledged_.empty() && !is_after(unacknowledged_.front().header.sequence, sequence)) {
-    unacknowledged_bytes_ -= kHeaderBytes + unacknowledged_.front().body.size();
+    unacknowledged_bytes_ -= kHeaderBytes + unacknowledged_.front().body->size();
     unacknowledged_.pop_front();
   }
   if (!can_move_ && !is_after(dropped_, sequence)) can_move_ = true;
@@ -143,7 +144,7 @@ void SessionImpl::offer_control() {
       next_control_ = lane;
       received = received_;
     }
-    if (!lane->send_control(notice(FrameType::control, received), {})) {
+    if (!lane->send_control(notice(FrameType::control, received))) {
       std::lock_guard lock(mutex_);
       if (next_control_ == lane) next_control_ = nullptr;
       continue;
@@ -205,7 +206,7 @@ void SessionImpl::take_control(const std::shared_ptr<LaneImpl>& lane, uint32_t r
     forget_acknowledged(received);
     ours = received_;
   }
-  if (!setup_.is_initiator && !lane->send_control(notice(FrameType::control, ours), {})) return;
+  if (!setup_.is_initiator && !lane->send_control(notice(FrameType::control, ours))) return;
   for (uint32_t sent = received;;) {
     std::vector<Numbered> batch;
     {

@@ -218,7 +218,7 @@ void SessionImpl::beat(int64_t now_ns, int64_t period_ns, int64_t limit_ns, bool
   if (control && now_ns - control->last_heard_ns() > period_ns / 2) {
     FrameHeader ping;
     ping.type = FrameType::ping;
-    (void)control->send_control(ping, {});  // a lane that died tells by itself
+    (void)control->send_control(ping);  // a lane that died tells by itself
   }
   check_control(now_ns, limit_ns);
 }

@@ -79,7 +79,7 @@ class SessionImpl final : public Session {
   // session_control.cpp: numbered messages, and the move of control to another lane.
   struct Numbered {
     FrameHeader header;
-    std::string body;
+    SharedBody body;
   };
   Status send_message(FrameHeader header, std::string body, std::vector<UniqueFd> fds);
   bool accept_message(LaneImpl& lane, const FrameHeader& header);  // false: a duplicate, or a lane that lies

@@ -46,9 +46,9 @@ Result<Listener> adopt_listener(UniqueFd fd, const Address& address, bool with_t
 // Latency and throughput settings of a connected socket of either kind.
 //
 // Congestion control, by rule: reno where both ends are one host (bbr's pacing halves loopback), else the host's own.
-// MSG_ZEROCOPY is never used: over loopback and veth the kernel copies such pages after all, and its notification
-// costs.
+// For MSG_ZEROCOPY see zero_copy.h.
 void tune(int fd);
+bool is_one_host(int fd);  // a TCP connection whose ends are one host
 // A peer that takes nothing for this long, or does not answer keepalives, is gone (TCP only).
 void limit_silence(int fd, int limit_ms);
 std::vector<std::pair<std::string, std::string>> describe_tuning(int fd);

@@ -15,21 +15,26 @@ constexpr int64_t kSampleNs = 1'000'000;  // a rate is measured over at least th
 constexpr int64_t kWatchMs = 50;
 constexpr int64_t kAskMs = 250;
 constexpr int kAgeing = 8;
+constexpr size_t kShortStream = 16;  // chunks
 
 double blend(double old, double now) { return old == 0 ? now : 0.7 * old + 0.3 * now; }
 
 }  // namespace
 
 void LaneScheduler::start(OutgoingPtr stream) {
-  bool begin_watch;
+  bool begin_watch, is_short;
   {
     std::lock_guard lock(mutex_);
     if (stream->stopped_) return;
     live_.insert(stream);
     make_ready(stream);
+    is_short = stream->chunks_.size() <= kShortStream;
     begin_watch = !std::exchange(watching_, true);
   }
-  pump();
+  if (is_short)
+    pump();
+  else
+    peer_.engine().rpc().add_timer(Deadline::at_ns(steady_ns()), [this, peer = peer_.shared_from_this()] { pump(); });
   if (begin_watch) watch();
   started_();
 }

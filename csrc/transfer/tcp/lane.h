@@ -32,6 +32,8 @@ class LaneScheduler {
 
   LaneScheduler(PeerImpl& peer, std::function<void()> started) : peer_(peer), started_(std::move(started)) {}
   bool busy() const;  // a stream has not ended
+  // Short streams leave on this thread, as far as the lanes take them; long ones on an I/O thread, so that who starts
+  // one does not go on pumping for it.
   void start(OutgoingPtr stream);
   void stop(const OutgoingPtr& stream);
   // Shuts the lanes down that hold frames of this stream.

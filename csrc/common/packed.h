@@ -1,5 +1,5 @@
-// Fields of long lists, side by side without padding, little-endian: a list is sized once and then filled or read in one
-// pass, where a ByteWriter would grow its buffer field by field. For callers who have made sure of the room.
+// Fields of long lists, side by side without padding, little-endian: a list is sized once and then filled or read in
+// one pass, where a ByteWriter would grow its buffer field by field. For callers who have made sure of the room.
 #pragma once
 
 #include <cstring>

@@ -45,8 +45,8 @@ struct OutFrame {
   bool is_background = false;
   uint64_t total = 0;  // header, body and payload
   uint64_t done = 0;
-  size_t payload_at = 0;       // first payload piece not wholly sent,
-  uint64_t payload_begin = 0;  // and the payload bytes before it
+  size_t payload_at = 0;                   // first payload piece not wholly sent,
+  uint64_t payload_begin = 0;              // and the payload bytes before it
   std::optional<uint32_t> last_zero_copy;  // the last send that the kernel reads without a copy
 };
 
@@ -90,15 +90,15 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
 
  private:
   // lane_send.cpp
-  Status enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64_t inline_budget);
+  Status enqueue(std::unique_ptr<OutFrame> frame, bool is_control);
   void drain(int64_t budget);
   std::deque<std::unique_ptr<OutFrame>>* next_queue();  // null: nothing waits
   bool has_queued() const { return !control_.empty() || !bulk_[0].empty() || !bulk_[1].empty(); }
   static constexpr int kAgeing = 8;
   void finish_frame(std::unique_ptr<OutFrame> frame, const Status& status);
   ssize_t send_some(OutFrame& frame, bool& zero_copied);
-  void finish_copied();    // frames that the kernel has done with
-  bool memory_is_ours();   // of a dying lane: the kernel reads no frame's memory any more
+  void finish_copied();   // frames that the kernel has done with
+  bool memory_is_ours();  // of a dying lane: the kernel reads no frame's memory any more
 
   // lane_receive.cpp
   void take_role_and_receive();
@@ -133,7 +133,7 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   int passed_over_ = 0;                                      // frames of the foreground since one of the background
   std::unique_ptr<OutFrame> current_;                        // begun; written to by the sender alone
   ZeroCopy zero_copy_;
-  std::deque<std::unique_ptr<OutFrame>> lingering_;          // sent; the kernel may still read their memory
+  std::deque<std::unique_ptr<OutFrame>> lingering_;  // sent; the kernel may still read their memory
   bool sending_ = false;
   bool waiting_for_room_ = false;  // EPOLLOUT is armed
   bool polled_ = false;            // a waiting caller receives: EPOLLIN is not armed

@@ -25,7 +25,7 @@ Status LaneImpl::send_control(const FrameHeader& header, SharedBody body, std::v
   frame->body = std::move(body);
   frame->fds = std::move(fds);
   frame->total = kHeaderBytes + frame->body->size();
-  return enqueue(std::move(frame), true, kCallerBudget);
+  return enqueue(std::move(frame), true);
 }
 
 Status LaneImpl::send_bulk(BulkFrame bulk) {
@@ -45,13 +45,13 @@ Status LaneImpl::send_bulk(BulkFrame bulk) {
   frame->keep = std::move(bulk.keep);
   frame->is_background = bulk.priority == Priority::background;
   frame->total = kHeaderBytes + frame->body->size() + header.payload_bytes;
-  // Large frames are left to the I/O thread, so that a caller can spread its slices over lanes; small ones save the
-  // wake-up (about 45 µs) by going out here.
-  bool is_small = frame->total <= static_cast<uint64_t>(kCallerBudget);
-  return enqueue(std::move(frame), false, is_small ? kCallerBudget : 0);
+  return enqueue(std::move(frame), false);
 }
 
-Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control, int64_t inline_budget) {
+Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control) {
+  // Large frames are left to the I/O thread, so that a caller can spread its slices over lanes, and does not spend its
+  // time on a message that takes the I/O thread's wake-up (about 45 µs) anyway; small ones save it by going out here.
+  int64_t inline_budget = frame->total <= static_cast<uint64_t>(kCallerBudget) ? kCallerBudget : 0;
   {
     std::lock_guard lock(mutex_);
     if (dead_.load(std::memory_order_relaxed) || killed_) {

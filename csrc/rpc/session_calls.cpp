@@ -196,8 +196,8 @@ void SessionImpl::answer_error(uint64_t id, const Status& status) {
 
 void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::string body, std::vector<UniqueFd> fds) {
   bool is_call = header.type == FrameType::call || header.type == FrameType::hot_call;
-  bool is_message = is_call || header.type == FrameType::post || header.type == FrameType::reply ||
-                    header.type == FrameType::error;
+  bool is_message =
+      is_call || header.type == FrameType::post || header.type == FrameType::reply || header.type == FrameType::error;
   if (is_message && !accept_message(lane, header)) return;
   switch (header.type) {
     case FrameType::control:

@@ -12,7 +12,7 @@ namespace torch_mooncake::rpc {
 namespace {
 
 constexpr size_t kMaxKeptBytes = 64 << 20;
-constexpr size_t kAcknowledgeEvery = 16, kAcknowledgeBytes = 256 << 10;
+constexpr size_t kAcknowledgeEvery = 64, kAcknowledgeBytes = 256 << 10;
 constexpr size_t kMaxAhead = 1 << 16;  // messages received beyond a gap
 constexpr int64_t kLookMs = 500;       // how often an offered lane that has not answered is looked at
 

@@ -1,5 +1,5 @@
-// ZeroCopy: MSG_ZEROCOPY on one TCP lane. Whether large payloads are given to the kernel without a copy, by rule for the
-// link and by what the kernel then reports, and which of the sends it has done with.
+// ZeroCopy: MSG_ZEROCOPY on one TCP lane. Whether large payloads are given to the kernel without a copy, by rule for
+// the link and by what the kernel then reports, and which of the sends it has done with.
 //
 // Rule: off where both ends are one host, because the kernel copies such pages on loopback when it delivers them, and
 // its notification costs on top. Elsewhere on, for messages of kLeastBytes and more in pieces of kLeastPiece and more,

@@ -66,7 +66,9 @@ TEST_CASE("header: limits and types by stage; foreign bytes are recognised from 
   CHECK_FALSE(accepts(FrameType::hello, Stage::session, 10));
   CHECK_FALSE(accepts(FrameType::call, Stage::unproven, 0));
   CHECK_FALSE(accepts(FrameType::call, Stage::proven, 0));
+  CHECK_FALSE(accepts(FrameType::hot_call, Stage::proven, 0));
   CHECK(accepts(FrameType::call, Stage::session, kMaxBody));
+  CHECK(accepts(FrameType::hot_call, Stage::session, kMaxBody));
   CHECK_FALSE(accepts(FrameType::call, Stage::session, kMaxBody + 1));
   CHECK_FALSE(accepts(FrameType::call, Stage::session, 0, 1));
   CHECK(accepts(FrameType::bulk, Stage::session, 10, kMaxPayload));

@@ -22,8 +22,7 @@ std::string PullRequest::encode(uint64_t id, std::string_view notify, std::span<
   sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
   ByteWriter out;
   out.put(id).put(notify).put(static_cast<uint32_t>(sources.size()));
-  for (auto* region : sources)
-    out.put(reinterpret_cast<uint64_t>(region->generation_word())).put(region->generation());
+  for (auto* region : sources) out.put(reinterpret_cast<uint64_t>(region->generation_word())).put(region->generation());
   size_t count = count_extents(batches);
   out.put(static_cast<uint32_t>(count));
   std::string body = out.take();

@@ -607,7 +607,8 @@ class Engine:
         and size class (``up_to_nbytes``, None: larger) ``ops``, ``nbytes``, ``latency_sum_s`` and ``latency``, a
         histogram (bucket 0 ends at 256 ns, each next at twice that); ``bytes_sent`` and ``bytes_received`` by
         transport; ``lanes``; ``resent_slices``, ``failovers``; tasks that wait (``mover_queue``, ``callback_queue``);
-        ``regions``, ``quarantined_regions``, ``sessions``. ``torch_mooncake.metrics`` exports it to Prometheus.
+        ``regions``, ``quarantined_regions``, ``sessions``. Plain values, as JSON has them. ``torch_mooncake.metrics``
+        exports it to Prometheus.
         """
         return self._core.stats()
 

@@ -241,7 +241,10 @@ Result<LinkPtr> Hub::link(const Member& member, Deadline deadline) {
 
 void Hub::attach(const LinkPtr& link, const rpc::SessionPtr& session) {
   session->set_state(rpc::Session::kCollectivesSlot, link);
-  session->on_close([weak = weak_from_this(), link](const Status& why) {
+  std::weak_ptr<rpc::Session> weak_session = session;
+  session->on_close([weak = weak_from_this(), link, weak_session](const Status& why) {
+    // The link holds its session: the session lets go of the link, or neither ever goes.
+    if (auto over = weak_session.lock()) over->set_state(rpc::Session::kCollectivesSlot, nullptr);
     if (auto hub = weak.lock()) hub->session_closed(link, why);
   });
 }

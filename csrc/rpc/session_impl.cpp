@@ -128,7 +128,7 @@ void SessionImpl::on_lane_dead(LaneImpl& lane, const Status& why) {
   }
   control_lost(lane, why);
   std::vector<std::function<void(const Status&)>> last;
-  std::shared_ptr<LaneImpl> dropped, dropped_control;
+  std::shared_ptr<LaneImpl> dropped, dropped_control, dropped_next;
   Status status;
   {
     std::lock_guard lock(mutex_);
@@ -137,7 +137,8 @@ void SessionImpl::on_lane_dead(LaneImpl& lane, const Status& why) {
       dropped = std::move(*found);
       lanes_.erase(found);
     }
-    if (control_.get() == &lane) dropped_control = std::move(control_);  // the session is over
+    if (control_.get() == &lane) dropped_control = std::move(control_);         // the session is over,
+    if (next_control_.get() == &lane) dropped_next = std::move(next_control_);  // perhaps while control moved
     if (ended_ && lanes_.empty() && !told_) {
       told_ = true;
       last.swap(close_callbacks_);

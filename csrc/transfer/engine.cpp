@@ -116,6 +116,9 @@ void EngineImpl::attach() {
     p.grants().remove_all();
     r.ok();
   });
+  handle(kReleaseOld, [this](PeerImpl& p, rpc::Message m, rpc::Responder r) {
+    held_.on_release_old(p, std::move(m), std::move(r));
+  });
   handle(kNotify, [this](PeerImpl& p, rpc::Message m, rpc::Responder r) {
     notes_->push({p.identity().engine, p.identity().name, std::move(m.body)});
     r.ok();
@@ -263,7 +266,7 @@ void EngineImpl::revoke_mapped(const RegionImplPtr& region) {
     for (auto grant : peer->grants().mapped_on(*region))
       peer->session()->call(kRevoke, ByteWriter().put(grant).take(), Deadline::never(),
                             [peer, grant](Result<rpc::Message> answer) {
-                              // No answer: the session is over, and the peer may still write. See hold().
+                              // No answer: the session is over, and the peer may still write. See HeldGrants.
                               if (answer) peer->grants().remove(grant);
                             });
 }
@@ -292,41 +295,6 @@ Status EngineImpl::deregister(const RegionPtr& region, Deadline deadline) {
   if (drain->done.wait(deadline)) return {};
   return {Code::busy, impl->name() + " of " + std::to_string(impl->nbytes()) + " bytes can still be touched by " +
                           impl->usage().users() + "; it stays in quarantine until then"};
-}
-
-void EngineImpl::hold(std::vector<HeldGrant> grants, PeerImplPtr peer) {
-  if (grants.empty()) return;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& grant : grants) {
-      grant.owner_of_name = peer;
-      held_.push_back(std::move(grant));
-    }
-  }
-  check_held();
-}
-
-void EngineImpl::check_held() {
-  std::vector<HeldGrant> dead;
-  {
-    std::lock_guard lock(mutex_);
-    auto alive = [](const HeldGrant& grant) { return !grant.process.valid() || !process_is_dead(grant.process.get()); };
-    auto first_dead = std::stable_partition(held_.begin(), held_.end(), alive);
-    std::move(first_dead, held_.end(), std::back_inserter(dead));
-    held_.erase(first_dead, held_.end());
-    bool watchable = std::any_of(held_.begin(), held_.end(), [](auto& grant) { return grant.process.valid(); });
-    if (watchable && !watching_held_ && !closed_) {
-      watching_held_ = true;
-      rpc_->add_timer(Deadline::after_ms(50), [this] {
-        {
-          std::lock_guard relock(mutex_);
-          watching_held_ = false;
-        }
-        check_held();
-      });
-    }
-  }
-  for (auto& grant : dead) grant.region->usage().release(*grant.name);
 }
 
 // ---- Peers

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "transfer/held_grants.h"
 #include "transfer/metrics.h"
 #include "transfer/notification_queue.h"
 #include "transfer/pacer.h"
@@ -71,8 +72,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   PeerImplPtr peer(const rpc::SessionPtr& session);  // the session's peer, made if need be
   // Registers a method whose handler wants the peer.
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
-  // Mapped grants whose session is over: kept until their process is seen dead.
-  void hold(std::vector<HeldGrant> grants, PeerImplPtr peer);
+  HeldGrants& held() { return held_; }
+  std::vector<PeerImplPtr> peers() const;
   Metrics& metrics() { return metrics_; }
   // Bytes between our memory and our files or devices: close() waits for them, then gives them up.
   void track_move(const MovePtr& move);
@@ -89,9 +90,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Result<OpPtr> transfer_to_many(Direction direction, std::vector<Batch> batches, OpOptions options);
   Status check_bounds(const Batch& batch, size_t first) const;
   void revoke_mapped(const RegionImplPtr& region);
-  void check_held();
   void end_moves(Deadline deadline);
-  std::vector<PeerImplPtr> peers() const;
 
   const EngineOptions options_;
   const pid_t pid_ = getpid();
@@ -108,9 +107,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   mutable std::mutex mutex_;
   std::vector<std::string> addresses_;
   std::string self_address_;  // of an engine that listens for nobody else
-  std::vector<HeldGrant> held_;
-  bool watching_held_ = false;
   std::vector<std::weak_ptr<Move>> moves_;
+  HeldGrants held_{*this};
   Metrics metrics_;
   std::atomic<bool> closed_{false};
   HostRails host_rails_;  // last: its thread uses the others

@@ -68,7 +68,7 @@ std::vector<HeldGrant> GrantTable::take_held() {
   }
   std::vector<HeldGrant> held;
   for (auto& [index, grant] : all)
-    if (grant.mapped) held.push_back({std::move(grant.region), std::move(grant.process), nullptr, &user_});
+    if (grant.mapped) held.push_back({std::move(grant.region), std::move(grant.process)});
   return held;
 }
 

@@ -30,12 +30,13 @@ struct Window {
   std::byte* data = nullptr;
 };
 
-// A mapped grant that outlived its session: released when the process is seen dead.
+class PeerImpl;
+
+// A mapped grant that outlived its session (held_grants.h).
 struct HeldGrant {
   RegionImplPtr region;
-  UniqueFd process;  // pidfd; invalid if the kernel gives none (another pid namespace before Linux 6.5): held for ever
-  std::shared_ptr<void> owner_of_name;
-  const std::string* name;
+  UniqueFd process;  // pidfd; invalid if the kernel gives none (another pid namespace before Linux 6.5)
+  std::shared_ptr<PeerImpl> peer{};
 };
 
 // Bounds and rights of a piece in its region (null: there is none). Errors as GrantTable::check.

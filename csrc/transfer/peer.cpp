@@ -56,11 +56,11 @@ bool PeerImpl::we_read_peer_vm() const {
 }
 
 // hello: u8 shm allowed, u8 tcp allowed, u8 "I can read your memory by process_vm_readv", u8 rdma
-// allowed, and the ends of its rails.
+// allowed, u64 number of the session, and the ends of its rails.
 std::string PeerImpl::hello() const {
   ByteWriter out;
   out.put(static_cast<uint8_t>(engine_.allows("shm"))).put(static_cast<uint8_t>(engine_.allows("tcp")));
-  out.put(static_cast<uint8_t>(we_read_peer_vm())).put(static_cast<uint8_t>(engine_.allows("rdma")));
+  out.put(static_cast<uint8_t>(we_read_peer_vm())).put(static_cast<uint8_t>(engine_.allows("rdma"))).put(number_);
   encode_ends(out, session_->same_host() ? std::vector<RailEnd>() : engine_.host_rails().ends());
   return out.take();
 }
@@ -77,10 +77,14 @@ void PeerImpl::learn(std::string_view hello) {
   f.tcp = in.get<uint8_t>() != 0;
   f.peer_reads_our_vm = in.get<uint8_t>() != 0;
   f.rdma = in.get<uint8_t>() != 0;
+  f.session = in.get<uint64_t>();
   f.rails = decode_ends(in);
   f.known = in.ok();
-  std::lock_guard lock(mutex_);
-  features_ = f;
+  {
+    std::lock_guard lock(mutex_);
+    features_ = f;
+  }
+  if (f.known) engine_.held().tell(shared_from_this());
 }
 
 PeerFeatures PeerImpl::features() const {
@@ -164,6 +168,7 @@ Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline
   if (!in.done()) return Status(Code::corrupt, name_ + " answered open with bytes we cannot read");
   TM_ASSIGN(auto remote, make_remote(std::move(opened), deadline));
   std::lock_guard lock(mutex_);
+  if (over_) return session_->status().with(name_);  // session_over() has not seen it: no copy may use it
   by_generation_[remote->descriptor().generation] = remote;
   by_grant_[remote->grant()] = remote;
   return RemoteRegionPtr(remote);
@@ -273,13 +278,17 @@ void PeerImpl::stop_ops(const Status& why) {
   for (auto& op : ops) op->stop(why);
 }
 
-void PeerImpl::release_all(Deadline deadline) {
+std::vector<std::shared_ptr<RemoteRegionImpl>> PeerImpl::mapped_remotes(bool last) {
   std::vector<std::shared_ptr<RemoteRegionImpl>> mapped;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [grant, weak] : by_grant_)
-      if (auto remote = weak.lock(); remote && remote->maps()) mapped.push_back(std::move(remote));
-  }
+  std::lock_guard lock(mutex_);
+  over_ |= last;
+  for (auto& [grant, weak] : by_grant_)
+    if (auto remote = weak.lock(); remote && remote->maps()) mapped.push_back(std::move(remote));
+  return mapped;
+}
+
+void PeerImpl::release_all(Deadline deadline) {
+  auto mapped = mapped_remotes(false);
   if (mapped.empty() || !alive()) return;
   auto left = std::make_shared<std::atomic<size_t>>(mapped.size());
   auto idle = std::make_shared<Event>();
@@ -332,20 +341,27 @@ Result<RemoteRegionPtr> PeerHandle::open(std::string_view descriptor, Deadline d
 void PeerImpl::session_over(const Status& why) {
   for (auto& endpoint : endpoints_) endpoint->session_over(why);
   stop_ops(why);
-  // What is no host memory goes with the session; host memory that is mapped stays with whoever holds mapped().
-  std::vector<std::shared_ptr<RemoteRegionImpl>> remotes;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [grant, weak] : by_grant_)
-      if (auto remote = weak.lock()) remotes.push_back(std::move(remote));
-  }
-  for (auto& remote : remotes) {
-    if (remote->maps() && !remote->mapped()) remote->take_back([] {});
-    engine_.callbacks()->post([remote] {});  // perhaps the last reference
-  }
   auto self = shared_from_this();
-  engine_.hold(grants_.take_held(), self);
+  engine_.held().hold(grants_.take_held(), self);
+  release_later();
   session_->set_state(rpc::Session::kTransferSlot, nullptr);
+}
+
+// Nobody can be asked to release what he maps of ours any more, and we cannot say that we have: the next session will.
+void PeerImpl::release_later() {
+  auto mapped = mapped_remotes(true);
+  if (!session_->same_host()) return;  // nothing was mapped, on either side
+  auto quiet = [weak = engine_weak_, owner = identity().engine, number = number_] {
+    if (auto engine = std::static_pointer_cast<EngineImpl>(weak.lock())) engine->held().quiet(owner, number);
+  };
+  auto callbacks = engine_.callbacks();
+  auto left = std::make_shared<std::atomic<size_t>>(mapped.size() + 1);
+  auto one_less = [left, callbacks, quiet] {
+    if (left->fetch_sub(1) == 1) callbacks->post(quiet);  // perhaps with the last reference to the engine
+  };
+  for (auto& remote : mapped) remote->take_back(one_less);
+  one_less();
+  callbacks->post([mapped = std::move(mapped)] {});
 }
 
 // ---- RemoteRegionImpl

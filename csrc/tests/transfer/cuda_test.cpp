@@ -2,6 +2,7 @@
 #include <functional>
 #include <thread>
 
+#include "transfer/cuda/memory.h"
 #include "transfer/cuda/queue.h"
 #include "transfer/cuda/stream.h"
 #include "transfer/peer.h"
@@ -137,6 +138,27 @@ TEST_CASE(
       if (!writes && local_way == Way::process_vm)
         CHECK(std::all_of(source.data, source.data + kBytes, [](std::byte b) { return b == std::byte{9}; }));
     }
+}
+
+TEST_CASE("cuda: ops that were cancelled while they waited for a pinned block do not take the turns of others") {
+  Device device;
+  Pair pair(Way::cuda);
+  constexpr size_t kBytes = transfer::CudaMove::kMostInFlight * transfer::CudaQueue::kBlockBytes;
+  Memory source(Way::process_vm, kBytes), target(Way::cuda, kBytes);
+  auto local = source.register_in(*pair.a);
+  auto remote = pair.open(target.register_in(*pair.b));
+  auto write = [&] { return must(pair.a->write({{local, 0, remote, 0, kBytes}}, {.deadline = soon()})); };
+  device.cuda.hang = true;
+  std::vector<OpPtr> holders, cancelled, others;
+  for (size_t i = 0; i < transfer::CudaQueue::kMostBlocks / transfer::CudaMove::kMostInFlight; ++i)
+    holders.push_back(write());
+  for (size_t i = 0; i < 2 * transfer::CudaQueue::kMostBlocks; ++i) cancelled.push_back(write());
+  for (int i = 0; i < 3; ++i) others.push_back(write());
+  for (auto& op : cancelled) op->cancel();
+  device.cuda.hang = false;
+  for (auto& op : cancelled) CHECK(op->wait().code() == Code::cancelled);
+  for (auto& op : holders) REQUIRE_OK(op->wait());
+  for (auto& op : others) REQUIRE_OK(op->wait());
 }
 
 TEST_CASE("cuda: an op on a stream comes after what was queued before, and before what is queued later") {

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <csignal>
 #include <thread>
@@ -52,14 +53,15 @@ std::vector<std::shared_ptr<IoQueue>> queues() {
 struct Moved {
   std::mutex mutex;
   std::condition_variable cv;
-  bool over = false, rested = false;
+  std::atomic<bool> over{false};
+  bool rested = false;
   Status status;
   uint64_t progress = 0;
   MovePtr move;
 
   Status wait() {
     std::unique_lock lock(mutex);
-    REQUIRE(cv.wait_for(lock, std::chrono::seconds(20), [&] { return over; }));
+    REQUIRE(cv.wait_for(lock, std::chrono::seconds(20), [&] { return over.load(); }));
     return status;
   }
   bool rests(int ms = 20'000) {

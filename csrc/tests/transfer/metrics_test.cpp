@@ -24,7 +24,7 @@ int bucket_of(int64_t latency_ns) {
   Metrics metrics;
   metrics.op_began();
   metrics.op_ended(true, "tcp", 1, latency_ns, OpState::done);
-  auto& latency = read(metrics).latencies.at(0).latency;
+  const auto latency = read(metrics).latencies.at(0).latency;
   return static_cast<int>(std::find(latency.begin(), latency.end(), 1) - latency.begin());
 }
 

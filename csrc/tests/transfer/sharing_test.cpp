@@ -230,23 +230,24 @@ TEST_CASE("priorities: a foreground op overtakes a background stream, which is n
   for (Way way : kWays) {
     CAPTURE(name_of(way));
     Pair pair(way);
-    constexpr size_t kBig = 96 << 20, kSmall = 4 << 20;
-    Memory source(way, kBig), target(way, kBig);
+    constexpr size_t kBig = 64 << 20, kSmall = 4 << 20, kSmallAt = 4 * kBig;  // no two overlap
+    Memory source(way, kBig), target(way, kSmallAt + 2 * kSmall);
     fill(source.data, kBig, 4);
     auto local = source.register_in(*pair.a);
     auto remote = pair.open(target.register_in(*pair.b));
     std::vector<OpPtr> background;
     for (int i = 0; i < 4; ++i)
-      background.push_back(must(pair.a->write({{local, 0, remote, 0, kBig}},
-                                              {.deadline = soon(), .priority = Priority::background, .notify = "b"})));
-    REQUIRE_OK(must(pair.a->write({{local, 0, remote, 0, kSmall}}, {.deadline = soon()}))->wait());
+      background.push_back(
+          must(pair.a->write({{local, 0, remote, i * kBig, kBig}},
+                             {.deadline = soon(120'000), .priority = Priority::background, .notify = "b"})));
+    REQUIRE_OK(must(pair.a->write({{local, 0, remote, kSmallAt, kSmall}}, {.deadline = soon()}))->wait());
     CHECK(std::none_of(background.begin(), background.end(), [](auto& op) { return op->ended(); }));
     // Foreground ops without a pause: the background goes on all the same, by ageing.
     std::atomic<bool> over{false};
     std::thread busy([&] {
       while (!over) {
-        auto first = pair.a->write({{local, 0, remote, 0, kSmall}}, {.deadline = soon()});
-        auto second = pair.a->write({{local, 0, remote, 0, kSmall}}, {.deadline = soon()});
+        auto first = pair.a->write({{local, 0, remote, kSmallAt, kSmall}}, {.deadline = soon()});
+        auto second = pair.a->write({{local, 0, remote, kSmallAt + kSmall, kSmall}}, {.deadline = soon()});
         if (first) (void)(*first)->wait();
         if (second) (void)(*second)->wait();
       }
@@ -260,7 +261,7 @@ TEST_CASE("priorities: a foreground op overtakes a background stream, which is n
     over = true;
     busy.join();
     for (auto& op : background) REQUIRE_OK(op->wait());
-    REQUIRE(mismatch(target.data, kBig, 4) == kBig);
+    for (int i = 0; i < 4; ++i) REQUIRE(mismatch(target.data + i * kBig, kBig, 4) == kBig);
     for (int i = 0; i < 4; ++i) CHECK(must(pair.b->next_notification(soon())).data == "b");
   }
 }

@@ -175,6 +175,7 @@ TEST_CASE("small ops: around the size where they become streams, in several piec
         CAPTURE(pieces);
         fill(ours.data, total, ++seed);
         std::memset(theirs.data, 0, kRoom);
+        pair.hand_over();
         std::vector<Slice> slices;
         for (size_t i = 0, at = 0; i < pieces; ++i) {
           size_t n = i + 1 == pieces ? total - at : total / pieces;

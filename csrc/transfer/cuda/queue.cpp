@@ -117,16 +117,16 @@ Result<std::byte*> CudaQueue::take_block(std::function<void()> waiter) {
 }
 
 void CudaQueue::give_block(std::byte* block) {
-  std::function<void()> waiter;
-  {
-    std::lock_guard lock(mutex_);
-    free_.push_back(block);
-    if (!waiters_.empty()) {
-      waiter = std::move(waiters_.front());
-      waiters_.pop_front();
-    }
+  std::unique_lock lock(mutex_);
+  free_.push_back(block);
+  // A waiter need not take it (it was stopped, or has enough under way): then it is the next one's turn.
+  while (!free_.empty() && !waiters_.empty()) {
+    auto waiter = std::move(waiters_.front());
+    waiters_.pop_front();
+    lock.unlock();
+    waiter();
+    lock.lock();
   }
-  if (waiter) waiter();
 }
 
 Result<uint32_t*> CudaQueue::take_flag() {

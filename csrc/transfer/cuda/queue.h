@@ -36,7 +36,8 @@ class CudaQueue {
   // `done` when the event has been reached, or the work before it has failed. Takes the event.
   void when_reached(CudaEvent event, Done done);
 
-  // Null: all are in use, and `waiter` is called once when one may be free. io: no more memory can be pinned.
+  // Null: all are in use, and `waiter` is called once when one may be free; it need not take it. io: no more memory can
+  // be pinned.
   Result<std::byte*> take_block(std::function<void()> waiter);
   void give_block(std::byte* block);
 

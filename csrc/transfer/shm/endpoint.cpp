@@ -99,8 +99,10 @@ Result<RemoteMemoryPtr> SegmentEndpoint::open(const OpenedRegion& opened, Direct
 
 Status SegmentEndpoint::copy_now(Direction direction, const Batch& batch) {
   auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
-  if (!remote.usage().acquire(peer_.name()))
+  if (!remote.usage().acquire(peer_.name())) {
+    TM_TRY(peer_.session()->status());
     return {Code::key_not_found, "remote " + remote.name() + " was deregistered"};
+  }
   copy_extents(direction, batch, batch.local->data(), static_cast<SegmentMemory&>(*remote.path(direction).memory).data);
   remote.usage().release(peer_.name());
   return peer_.session()->status();

@@ -17,6 +17,7 @@ Status SegmentCopy::acquire() {
   for (size_t i = 0; i < remotes_.size(); ++i) {
     if (remotes_[i]->usage().acquire(op().peer().name())) continue;
     for (size_t taken = 0; taken < i; ++taken) remotes_[taken]->usage().release(op().peer().name());
+    TM_TRY(validate());  // its session is over
     return {Code::key_not_found, "remote " + remotes_[i]->name() + " was deregistered"};
   }
   return {};

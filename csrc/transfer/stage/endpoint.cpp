@@ -96,8 +96,9 @@ void StageEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Ba
 void StageEndpoint::enqueue(std::shared_ptr<StagePart> part) {
   {
     std::lock_guard lock(mutex_);
-    ready_.push_back(std::move(part));
+    if (!over_) ready_.push_back(std::move(part));
   }
+  if (part) return part->stop(peer_.session()->status());
   pump();
 }
 
@@ -221,16 +222,20 @@ void StageEndpoint::on_stage(rpc::Message message, rpc::Responder responder) {
   backing->move(std::move(move))->start();
 }
 
-void StageEndpoint::session_over(const Status&) {
-  // Parts end by their inner ops and calls, all of which fail now. Areas go when nobody can touch them.
+void StageEndpoint::session_over(const Status& why) {
+  // Chunks end by their inner ops and calls, all of which fail now; parts that wait for slots wait in vain. Areas go
+  // when nobody can touch them.
+  std::deque<std::shared_ptr<StagePart>> waiting;
   std::shared_ptr<StageArea> areas[2];
   {
     std::lock_guard lock(mutex_);
     over_ = true;
+    waiting.swap(ready_);
     areas[0] = std::move(area_);
     areas[1] = std::move(local_);
     peer_area_.clear();
   }
+  for (auto& part : waiting) part->stop(why);
   for (auto& area : areas)
     if (area) (void)peer_.engine().deregister(area->region, Deadline::after_ms(0));
 }

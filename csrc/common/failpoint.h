@@ -23,6 +23,10 @@ TM_API Status hit(std::string_view name);
 // Replaces what the environment says ("" turns all off). For tests within one process.
 TM_API void set_failpoints(std::string_view spec);
 
+// Called at each passage of any point, on the passing thread, instead of a specification; null: no more. For a
+// simulator, to which each point is a place where it may take the processor away for a while, or for ever.
+TM_API void set_failpoint_hook(Status (*hook)(std::string_view name));
+
 inline Status failpoint(std::string_view name) {
   if (!failpoint_detail::armed.load(std::memory_order_relaxed)) [[likely]]
     return {};

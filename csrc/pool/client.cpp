@@ -86,7 +86,8 @@ Result<LinkPtr> ClientImpl::local(Deadline deadline) {
     std::lock_guard lock(mutex_);
     if (local_ && local_->alive()) return local_;
   }
-  std::lock_guard connecting(connect_mutex_);
+  TM_TRY(connect_turn_.lock(deadline));
+  std::lock_guard connecting(connect_turn_, std::adopt_lock);
   {
     std::lock_guard lock(mutex_);
     if (local_ && local_->alive()) return local_;
@@ -117,7 +118,8 @@ Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
     if (!found) return {Code::key_not_found, "the node that held this has left the pool"};
     info = *found;
   }
-  std::lock_guard connecting(connect_mutex_);
+  TM_TRY(connect_turn_.lock(deadline));
+  std::lock_guard connecting(connect_turn_, std::adopt_lock);
   {
     std::lock_guard lock(mutex_);
     if (const auto it = links_.find(node); it != links_.end() && it->second->alive()) return it->second;

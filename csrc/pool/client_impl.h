@@ -11,6 +11,7 @@
 
 #include "pool/client.h"
 #include "pool/client_link.h"
+#include "pool/turn.h"
 
 namespace torch_mooncake::pool {
 
@@ -118,7 +119,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   LinkPtr local_;
   std::map<NodeId, LinkPtr> links_;
   View view_;
-  std::mutex connect_mutex_;  // one connects, the others wait for it
+  Turn connect_turn_;  // one connects, the others wait for it
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> read_bytes_{0};
 };

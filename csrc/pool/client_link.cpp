@@ -85,8 +85,9 @@ Link::~Link() {
                    [](Result<rpc::Message>) {});
 }
 
-Status Link::give_back(ExtentRef extent, Deadline deadline) {
-  return call_empty(kGiveBack, encode(GiveBackCall{attach_.session, extent}), deadline);
+void Link::give_back(ExtentRef extent) {
+  session_->call(kGiveBack, encode(GiveBackCall{attach_.session, extent}), Deadline::after_ms(2000),
+                 [](Result<rpc::Message>) {});
 }
 
 bool Link::take_map(uint64_t nbytes) {
@@ -184,6 +185,7 @@ Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, std::span<
     auto slot = pins_->pin(extent);
     // Without a pin the bytes may change while they are copied; the word tells afterwards.
     if (!slot.is_ok() && slot.status().code() != Code::busy) return slot.status();
+    Status s = failpoint("client.pinned");
     std::vector<CopyPiece> batch;
     for (const Run& run : all) batch.push_back({run.memory, read_maps_[run.segment]->data + run.offset, run.nbytes});
     CopyPool::shared().copy(batch);
@@ -192,7 +194,7 @@ Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, std::span<
     } else if (!pins_->valid(extent)) {
       return {Code::key_not_found, "superseded while it was read"};
     }
-    return {};
+    return s;
   }
   std::vector<RegionPtr> registered;
   Status s;

@@ -46,7 +46,8 @@ class Link : public std::enable_shared_from_this<Link> {
   Status call_empty(Method method, std::string body, Deadline deadline) {
     return session_->call_sync(method, std::move(body), deadline).status();
   }
-  Status give_back(ExtentRef extent, Deadline deadline);
+  // Waits for nothing. If it does not arrive the session is over, which gives back everything.
+  void give_back(ExtentRef extent);
 
   // Copies between user memory and an extent's pieces. Mapped: by this thread and the copy pool. Remote: one engine op;
   // `quiescent` tells whether no byte of it can land remotely any more.

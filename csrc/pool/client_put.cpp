@@ -138,11 +138,8 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
 
 // Gives extents back that this process can certainly write into no more. The others stay fenced until its session ends.
 void ClientImpl::let_go(std::vector<Reserved>& reserved) {
-  for (Reserved& r : reserved) {
-    if (!r.quiescent) continue;
-    // If this does not arrive the session is over, which gives back everything.
-    if (const Status s = r.link->give_back(r.place.extent, Deadline::after_ms(2000)); !s.is_ok()) continue;
-  }
+  for (Reserved& r : reserved)
+    if (r.quiescent) r.link->give_back(r.place.extent);
 }
 
 Result<std::vector<ClientImpl::Reserved>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,

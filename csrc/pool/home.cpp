@@ -297,6 +297,7 @@ void Home::step_over(const KeyHash& hash, Busy& busy) {
     answer(busy.op, busy.failure, false, {});
     fallback = std::move(busy.op.rest);
   }
+  if (busy.op.what == Op::What::put && busy.op.parts > 1) drop_everywhere(hash, busy.op.txn);
   busy.phase = Phase::idle;
   busy.op = {};
   busy.olds.clear();
@@ -349,12 +350,23 @@ void Home::fail_op(const KeyHash& hash, const Op& op, const Status& why) {
 }
 
 void Home::drop(const KeyHash& hash, const Op& op) {
+  if (op.parts > 1) return drop_everywhere(hash, op.txn);
   std::set<uint32_t> donors;
   for (const NewSpot& spot : op.spots) {
     if (gone(spot.donor) || !donors.insert(spot.donor).second) continue;
     Mark mark = make_mark(Mark::What::drop, hash, spot.extent);
     mark.txn = op.txn;
     send(hash, spot.donor, mark, false);
+  }
+}
+
+// Of several writers: also what one has reserved who never came, or whom another replaced.
+void Home::drop_everywhere(const KeyHash& hash, const TxnId& txn) {
+  for (uint32_t i = 0; i < donors_.size(); ++i) {
+    if (donors_[i].state != DonorState::State::here) continue;
+    Mark mark = make_mark(Mark::What::drop, hash, {});
+    mark.txn = txn;
+    send(hash, i, mark, false);
   }
 }
 
@@ -538,6 +550,7 @@ void Home::tick(int64_t now_ns) {
     fail_op(group.hash, group.op,
             {Code::deadline_exceeded, std::to_string(group.have.size()) + " of " + std::to_string(group.parts) +
                                           " parts came in time: nothing was stored"});
+    if (group.have.empty()) drop_everywhere(group.hash, item.first);
     return true;
   });
   for (auto& [id, out] : outstanding_) {

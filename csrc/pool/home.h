@@ -223,6 +223,7 @@ class TM_API Home {
   void step_over(const KeyHash& hash, Busy& busy);  // all marks of the phase are answered
   void answer(const Op& op, const Status& failure, bool stored, Version version);
   void drop(const KeyHash& hash, const Op& op);  // its PREPARED parts
+  void drop_everywhere(const KeyHash& hash, const TxnId& txn);
   void fail_op(const KeyHash& hash, const Op& op, const Status& why);
   void send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait);
   Mark make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const;

@@ -16,6 +16,7 @@
 #include "common/status.h"
 #include "pool/donor.h"
 #include "pool/node.h"
+#include "transfer/engine.h"
 
 namespace torch_mooncake::pool {
 
@@ -29,6 +30,7 @@ struct NodeServiceOptions {
   NodeOptions node;                 // validated; memory_bytes and token are resolved (token: what the handshake proves)
   std::unique_ptr<Donor> donor;     // fresh, or attached to what a previous worker left
   bool attached = false;            // the donor has old entries: the home is rebuilt from its announce()
+  EnginePtr engine;                 // null: the service makes its own. Closed with it
   std::vector<Listener> listeners;  // the first is unix://<runtime_dir>/<pool>/node.sock
   // The number of user sessions (role "client", not nodes) changed. The keeper lingers out by it.
   std::function<void(int clients)> on_clients_changed;
@@ -46,6 +48,9 @@ class TM_API NodeService {
   // No new reservations; open transactions end or are dropped; the home is told. Then close() follows.
   virtual Status drain(Deadline deadline) = 0;
   virtual void close() = 0;
+  // The invariants of donor and directory: ok, or corrupt with what is wrong. At rest nothing is under way either: no
+  // operation, reservation or waiting call. For tests.
+  virtual Status check(bool at_rest) = 0;
   virtual Donor& donor() = 0;  // tests, between calls of the service's own thread
 };
 

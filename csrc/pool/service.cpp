@@ -14,12 +14,15 @@ Result<std::unique_ptr<NodeService>> NodeService::create(NodeServiceOptions opti
 Status NodeServiceImpl::start() {
   donor_ = std::move(options_.donor);
   leader_ = options_.node.leader.empty();
-  EngineOptions engine_options;
-  engine_options.rpc.name = "node";
-  engine_options.rpc.role = "node";
-  engine_options.rpc.token = options_.node.token;
-  engine_options.rpc.host_id = options_.node.host_id;
-  TM_ASSIGN(engine_, Engine::create(engine_options));
+  engine_ = options_.engine;
+  if (!engine_) {
+    EngineOptions engine_options;
+    engine_options.rpc.name = "node";
+    engine_options.rpc.role = "node";
+    engine_options.rpc.token = options_.node.token;
+    engine_options.rpc.host_id = options_.node.host_id;
+    TM_ASSIGN(engine_, Engine::create(engine_options));
+  }
 
   const auto segments = donor_->segments();
   TM_ASSIGN(table_map_, segments[0]->map(Protection::read_write));
@@ -251,6 +254,7 @@ void NodeServiceImpl::tick() {
   donor_->sweep(now);
   retry_reservations();
   std::erase_if(waiting_, [&](const WaitingReserve& w) {
+    if (!clients_.count(w.call.session)) return true;  // its writer is gone: nobody would ever give it back
     if (w.deadline_ns > now) return false;
     auto last = reserve(w.call.head, w.call.nbytes, w.call.meta, w.call.label, w.call.session);
     if (last.is_ok()) {
@@ -264,6 +268,7 @@ void NodeServiceImpl::tick() {
   watch_members(now);
   home_->tick(now);
   tick_events(now);
+  repeat_marks();
   std::vector<RequestId> late;
   for (const auto& [id, lookup] : lookups_)
     if (lookup.deadline_ns <= now) late.push_back(id);
@@ -294,6 +299,25 @@ Status NodeServiceImpl::drain(Deadline deadline) {
   }
   if (open) return {Code::deadline_exceeded, std::to_string(open) + " transaction(s) were still open"};
   return {};
+}
+
+Status NodeServiceImpl::check(bool at_rest) {
+  Status found;
+  const bool ran = strand_.run_and_wait([&] {
+    found = donor_->check();
+    if (found.is_ok() && home_) found = home_->check();
+    if (!found.is_ok() || !at_rest) return;
+    const DonorStats stats = donor_->stats();
+    const char* under_way = !waiting_.empty()                                ? "a reservation waits for room"
+                            : stats.prepared_extents                         ? "an extent is PREPARED"
+                            : !reserved_until_.empty()                       ? "a transaction is to be dropped"
+                            : !commits_.empty() || !removes_.empty()         ? "an answer is owed"
+                            : !lookups_.empty()                              ? "a lookup waits"
+                            : home_ && !(home_->complete() && home_->idle()) ? "the home is busy"
+                                                                             : nullptr;
+    if (under_way) found = Status(Code::corrupt, std::string("not at rest: ") + under_way);
+  });
+  return ran ? found : Status(Code::closed, "the service is closed");
 }
 
 void NodeServiceImpl::close() {

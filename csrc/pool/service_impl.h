@@ -37,6 +37,7 @@ class NodeServiceImpl final : public NodeService {
   std::vector<std::string> addresses() const override { return self_.addresses; }
   Status drain(Deadline deadline) override;
   void close() override;
+  Status check(bool at_rest) override;
   Donor& donor() override { return *donor_; }
 
  private:
@@ -125,6 +126,7 @@ class NodeServiceImpl final : public NodeService {
   void on_evicted(const rpc::SessionPtr&, EvictedReport, ResponderPtr);
   Status apply_mark(const Mark& mark);
   void send_mark(const SendMark& send);
+  void repeat_marks();
   void pump();  // does what the home wants done, until it wants nothing
   void expel(const NodeId& id, const char* why);
   void next_view(uint64_t at_least);
@@ -173,7 +175,9 @@ class NodeServiceImpl final : public NodeService {
   std::unordered_map<RequestId, PendingLookup> lookups_;
   std::map<NodeId, Member> members_;
   std::map<NodeId, int64_t> expected_until_;
+  int64_t watched_ns_ = INT64_MAX / 2;  // when their silence was last looked at
   bool pumping_ = false;
+  std::vector<SendMark> unheeded_;  // of those that nothing waits for: not taken yet
   struct Listening {
     EventsCall call;
     ResponderPtr responder;

@@ -56,18 +56,31 @@ void NodeServiceImpl::send_mark(const SendMark& send) {
     return;
   }
   member->second.session->call(
-      kMark, encode(send.mark), Deadline::after_ms(kLeaseMs), [this, id = send.id](Result<rpc::Message> answer) {
-        if (id == 0 || closing_) return;
+      kMark, encode(send.mark), Deadline::after_ms(kLeaseMs), [this, send](Result<rpc::Message> answer) {
         Status s = answer.status();
+        if (closing_ || (send.id == 0 && s.is_ok())) return;
         const bool silent =
             s.code() == Code::peer_lost || s.code() == Code::closed || s.code() == Code::deadline_exceeded;
         if (silent) s = Status(Code::pool_unavailable, s.message());
-        strand_.run([this, id, s] {
+        strand_.run([this, send, s] {
+          if (send.id == 0) {
+            if (s.code() == Code::pool_unavailable) unheeded_.push_back(send);
+            return;
+          }
           home_->at(steady_ns());
-          home_->mark_done(id, s);
+          home_->mark_done(send.id, s);
           pump();
         });
       });
+}
+
+// A donor that has joined a moment ago may not know it yet, nor the newest view. One that has left or restarted since
+// is compared when it announces.
+void NodeServiceImpl::repeat_marks() {
+  for (SendMark& send : std::exchange(unheeded_, {})) {
+    send.mark.view = home_->view();
+    send_mark(send);
+  }
 }
 
 void NodeServiceImpl::pump() {
@@ -200,6 +213,7 @@ void NodeServiceImpl::on_leave(const rpc::SessionPtr& session, LeaveRequest requ
 }
 
 void NodeServiceImpl::expel(const NodeId& id, const char* why) {
+  if (const Status s = failpoint("home.expel"); !s.is_ok()) return log::error("pool", s.to_string());
   if (why) log::warning("pool", "node " + to_hex(id) + " is expelled: " + why);
   members_.erase(id);
   expected_until_.erase(id);
@@ -208,6 +222,12 @@ void NodeServiceImpl::expel(const NodeId& id, const char* why) {
 }
 
 void NodeServiceImpl::watch_members(int64_t now_ns) {
+  // If it is this node that was stopped, nobody else was silent.
+  const int64_t away_ns = std::exchange(watched_ns_, now_ns) + 4 * kBeatMs * 1'000'000;
+  if (now_ns > away_ns) {
+    for (auto& [id, member] : members_) member.heard_ns = std::min(now_ns, member.heard_ns + now_ns - away_ns);
+    for (auto& [id, until] : expected_until_) until += now_ns - away_ns;
+  }
   std::vector<NodeId> silent;
   for (const auto& [id, member] : members_)
     if (now_ns - member.heard_ns > kExpelMs * 1'000'000) silent.push_back(id);

@@ -1,17 +1,17 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
+#include <string>
+#include <vector>
 
 #include "rpc/session.h"
 
 namespace torch_mooncake::rpc {
 
-class SessionImpl;
-
+// Where the answer to one call goes. One of the two is called, once, on any thread.
 struct Responder::State {
-  std::weak_ptr<SessionImpl> session;
-  uint64_t id = 0;
+  virtual ~State() = default;
+  virtual void ok(std::string body, std::vector<UniqueFd> fds) = 0;
+  virtual void fail(const Status& status) = 0;
 };
 
 }  // namespace torch_mooncake::rpc

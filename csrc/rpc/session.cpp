@@ -1,7 +1,6 @@
 #include "rpc/session.h"
 
 #include "rpc/responder_state.h"
-#include "rpc/session_impl.h"
 
 namespace torch_mooncake::rpc {
 
@@ -43,14 +42,12 @@ Responder::~Responder() {
 
 void Responder::ok(std::string body, std::vector<UniqueFd> fds) {
   auto state = std::move(state_);
-  if (!state) return;
-  if (auto session = state->session.lock()) session->answer(state->id, std::move(body), std::move(fds));
+  if (state) state->ok(std::move(body), std::move(fds));
 }
 
 void Responder::fail(const Status& status) {
   auto state = std::move(state_);
-  if (!state) return;
-  if (auto session = state->session.lock()) session->answer_error(state->id, status);
+  if (state) state->fail(status);
 }
 
 }  // namespace torch_mooncake::rpc

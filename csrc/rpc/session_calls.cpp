@@ -11,6 +11,19 @@ namespace {
 constexpr int64_t kSpinNs = 50'000;
 constexpr size_t kMaxErrorMessage = 64 << 10;
 
+// To the session that brought the call, if it still lives.
+struct Answer final : Responder::State {
+  Answer(const std::shared_ptr<SessionImpl>& s, uint64_t call) : session(s), id(call) {}
+  void ok(std::string body, std::vector<UniqueFd> fds) override {
+    if (auto s = session.lock()) s->answer(id, std::move(body), std::move(fds));
+  }
+  void fail(const Status& status) override {
+    if (auto s = session.lock()) s->answer_error(id, status);
+  }
+  const std::weak_ptr<SessionImpl> session;
+  const uint64_t id;
+};
+
 // The caller of call_sync and whoever completes its call.
 struct Waiter {
   std::mutex mutex;
@@ -227,10 +240,7 @@ void SessionImpl::on_frame(LaneImpl& lane, const FrameHeader& header, std::strin
   Responder responder;
   if (is_call) {
     if (header.type == FrameType::hot_call && lane.reactor().in_thread()) lane.expect_soon();
-    auto state = std::make_shared<Responder::State>();
-    state->session = self;
-    state->id = header.id;
-    responder = Responder(std::move(state));
+    responder = Responder(std::make_shared<Answer>(self, header.id));
   }
   auto found = core_->methods.find(header.method);
   if (found == core_->methods.end()) {

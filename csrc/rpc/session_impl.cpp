@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "rpc/responder_state.h"
 #include "rpc/socket.h"
 
 namespace torch_mooncake::rpc {

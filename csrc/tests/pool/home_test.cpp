@@ -276,6 +276,23 @@ TEST_CASE("parts of several writers appear together or not at all") {
   CHECK(d.home.find("k").version == d.commits.at(first)->version);
 }
 
+TEST_CASE("when a transaction of several writers is over, nothing of it stays reserved at any donor") {
+  for (bool complete : {true, false}) {
+    Direct d;
+    TxnId txn = *d.home.begin("k", "step1", 2, 5000, txn_of(900));
+    d.donors[1].reserve("k", Kind::named, txn, 0, 2, 666);  // of a writer that never commits
+    auto part = [&](uint32_t i) {
+      return d.commit(d.call("k", 1, {0}, Kind::named, IfExists::replace, i, 2, txn), 5000);
+    };
+    part(0);
+    if (complete) CHECK(d.commits.at(part(1)).is_ok());
+    d.home.tick(6000);
+    d.pump();
+    CHECK(d.donors[0].extents.size() == (complete ? 2 : 0));
+    CHECK(d.donors[1].extents.empty());
+  }
+}
+
 TEST_CASE("eviction of one part removes the object; what is left is superseded") {
   Direct d;
   TxnId txn = *d.home.begin("k", "", 2, 5000, txn_of(900));

@@ -1,7 +1,8 @@
 // Is a history of one key's operations linearizable? Wing and Gong's search with memory. The key is a register whose
 // value 0 means "missing". An operation that was never answered may have happened at any time after its call, or not
 // at all. A loss (eviction, a donor's end) may remove the value at any time after it began, any number of times: misses
-// are allowed then, old values never.
+// are allowed then, old values never. A removal that was repeated, as its first answer was lost, may have removed what
+// was put in between too (`remove_again`, besides its `remove`).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,18 @@
 namespace torch_mooncake::pool::test {
 
 struct HistoryOp {
-  enum class What { put, put_if_absent, kept, remove, removed_nothing, get, consume, expire, loss } what = What::get;
+  enum class What {
+    put,
+    put_if_absent,
+    kept,
+    remove,
+    removed_nothing,
+    get,
+    consume,
+    expire,
+    loss,
+    remove_again
+  } what = What::get;
   uint64_t value = 0;  // put: what; get: what was seen; consume: what was taken; expire: what is over
   int64_t called = 0;
   int64_t returned = INT64_MAX;  // INT64_MAX: unknown outcome
@@ -42,6 +54,13 @@ class LinearizabilityCheck {
     for (size_t i = 0; i < ops_.size(); ++i) {
       if (done_[i] || ops_[i].called > first_return) continue;
       const bool repeats = ops_[i].what == HistoryOp::What::loss;
+      if (ops_[i].what == HistoryOp::What::remove_again) {  // or not
+        done_[i] = true;
+        const bool holds = search(0) || search(value);
+        done_[i] = false;
+        if (holds) return true;
+        continue;
+      }
       uint64_t next = value;
       if (!apply(ops_[i], next) || (repeats && next == value)) continue;
       if (!repeats) done_[i] = true;
@@ -82,6 +101,7 @@ class LinearizabilityCheck {
         value = 0;
         return true;
       case What::loss:
+      case What::remove_again:
         value = 0;
         return true;
     }

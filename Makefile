@@ -80,7 +80,7 @@ demo: build $(STAMPS)/demo  ## prefill/decode-disaggregated serving of a real mo
 	$(PY) examples/pd_disaggregation/demo.py
 
 # The peers' own virtual environment. Mooncake's wheel links libibverbs even where there is no such NIC: Debian's package
-# is unpacked beside the wheels, nothing is installed on the system.
+# is unpacked beside the wheels, as is Redis; nothing is installed on the system.
 PEERS := .venv-peers
 peers: $(PEERS)/ready  ## the virtual environment .venv-peers with the engines that benchmarks compare with
 
@@ -88,9 +88,10 @@ $(PEERS)/ready: | $(PY)
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --disable-pip-version-check --progress-bar on torch==2.13.0
 	$(PEERS)/bin/python -m pip install --disable-pip-version-check --progress-bar on \
-	  numpy mooncake-transfer-engine-non-cuda nixl-cu12 libucx-cu12
+	  numpy mooncake-transfer-engine-non-cuda nixl-cu12 libucx-cu12 redis hiredis
 	mkdir -p $(PEERS)/debian
-	cd $(PEERS)/debian && apt-get download -q libibverbs1 libnl-3-200 libnl-route-3-200
+	cd $(PEERS)/debian && apt-get download -q libibverbs1 libnl-3-200 libnl-route-3-200 \
+	  redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-cjson lua-bitop libhiredis0.14
 	for package in $(PEERS)/debian/*.deb; do dpkg -x $$package $(PEERS)/debian; done
 	touch $@
 

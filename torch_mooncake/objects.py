@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -24,16 +25,53 @@ from torch_mooncake.tensors import (
     Text,
     Tuple,
     check_blocks,
+    is_spilled,
+    leaf_nbytes,
+    leaves_of,
+    loader,
 )
 
 
-class Description(NamedTuple):
-    root: Node  # with offsets in the whole object
-    user: dict[str, Any] | None
+class Description:
+    """What an object holds. Immutable."""
+
+    __slots__ = ("_loader", "copied", "leaves", "nbytes", "root", "simple", "user")
+
+    def __init__(self, root: Node, user: dict[str, Any] | None) -> None:
+        self.root = root  # with offsets in the whole object
+        self.user = user
+        self.leaves = tuple(leaves_of(root))
+        self.copied = not any(isinstance(leaf, (Tensor, Array)) for leaf in self.leaves)  # by the decoder, anyway
+        self.simple = bool(self.leaves) and not any(isinstance(leaf, Sharded) for leaf in self.leaves)  # can be mapped
+        self.nbytes = sum(map(leaf_nbytes, self.leaves)) if self.simple else 0
+        self._loader: Callable[[Any], Any] | None = None
+
+    def over(self, memory: Any) -> Any:
+        """The value over the object's memory, see ``leaf_over``."""
+        if self._loader is None:
+            self._loader = loader(self.root)
+        return self._loader(memory)
+
+
+_memo: dict[tuple[bytes, int], Description] = {}  # of objects of one writer, by metadata and size
+_MEMO_ENTRIES = 1024
+_MEMO_BYTES = 4096  # of metadata
 
 
 def describe(client: _core.Client, found: _core.Object, deadline: int) -> Description:
     """Corrupt if a part's description is malformed; LayoutMismatch if the writers of one value do not agree."""
+    single = found.single
+    if single is None or is_spilled(single[0]) or len(single[0]) > _MEMO_BYTES:
+        return _describe(client, found, deadline)
+    known = _memo.get(single)
+    if known is None:
+        if len(_memo) >= _MEMO_ENTRIES:
+            _memo.clear()
+        known = _memo[single] = _describe(client, found, deadline)
+    return known
+
+
+def _describe(client: _core.Client, found: _core.Object, deadline: int) -> Description:
     parts = [_part(client, found, deadline, *part) for part in found.parts]
     user = parts[0].user
     if len(parts) == 1:

@@ -10,21 +10,22 @@ changes nothing.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, overload
 from weakref import WeakSet
 
-from torch_mooncake import _core, attempts, safetensors_io, state_dicts, values
+from torch_mooncake import _core, attempts, batches, safetensors_io, state_dicts, values
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
-from torch_mooncake.errors import Closed, DeadlineExceeded, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, KeyNotFound, Unsupported
 from torch_mooncake.node import find_or_start
 from torch_mooncake.objects import Rounds, describe
-from torch_mooncake.tensors import encode, encode_part, writers
+from torch_mooncake.tensors import encode, encode_part, encode_plain, writers
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,10 @@ class PutResult(NamedTuple):
     version: Version
     stored: bool  # False: if_exists="keep" found a value, or a sealed copy was there
     nbytes: int
+
+
+_core.set_result_types(Version, PutResult)
+_PLAIN = _core.PutOptions()
 
 
 class Info(NamedTuple):
@@ -163,7 +168,12 @@ class Pool:
         if parent is not None:
             raise Unsupported("put(parent=) is for KV pages: pool.kv(…).put_pages(parent=)")
         deadline = deadline_ns(timeout)
-        count, lenient = _replicas(replicas)
+        plain = encode_plain(value) if part is None and meta is None else None
+        if plain is not None:
+            head, data, _ = plain
+            options = _put_options(sealed, if_exists, version, ttl_s, replicas, checksum)
+            plain_result: PutResult = self._client(deadline).put(checked_key(key), head, (data,), options, deadline)
+            return plain_result
         label = "" if version is None else str(version)
         sharers = writers(value) if part is None else None
         if part is not None:
@@ -176,28 +186,71 @@ class Pool:
             if parts > 1 and not (group or label):
                 group = self._rounds.next(checked_key(key))  # counted also if this rank's put fails: the others' will
             encoded = encode(value, meta, (index, parts))
-        pair, stored = self._client(deadline).put(
-            checked_key(key),
-            encoded.meta,
-            encoded.data,
-            sealed=sealed,
-            if_exists=if_exists,
-            replicas=count,
-            replicas_lenient=lenient,
-            label=label,
-            part=index,
-            parts=parts,
-            group=group or "",
-            checksum=checksum,
-            ttl_ms=_ttl_ms(ttl_s),
-            deadline_ns=deadline,
+        options = _put_options(
+            sealed, if_exists, version, ttl_s, replicas, checksum, part=index, parts=parts, group=group or ""
         )
-        return PutResult(Version(*pair), stored, encoded.nbytes)
+        result: PutResult = self._client(deadline).put(
+            checked_key(key), encoded.meta, encoded.data, options, deadline
+        )
+        return result
 
-    def put_many(self, items: Mapping[str, Any], *, timeout: float | None = 30, **options: Any) -> dict[str, PutResult]:
-        """``put`` each; one deadline for all. The first failure is raised: what was put before it stays."""
+    @overload
+    def put_many(
+        self,
+        items: Mapping[str, Any],
+        *,
+        errors: Literal["raise", "return"] = "raise",
+        meta: dict[str, Any] | None = None,
+        timeout: float | None = 30,
+        **options: Any,
+    ) -> dict[str, Any]: ...
+    @overload
+    def put_many(
+        self,
+        items: Iterable[tuple[str, Any]],
+        *,
+        errors: Literal["raise", "return"] = "raise",
+        meta: dict[str, Any] | None = None,
+        timeout: float | None = 30,
+        **options: Any,
+    ) -> list[Any]: ...
+    def put_many(
+        self,
+        items: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        *,
+        errors: Literal["raise", "return"] = "raise",
+        meta: dict[str, Any] | None = None,
+        timeout: float | None = 30,
+        **options: Any,
+    ) -> dict[str, Any] | list[Any]:
+        """``put`` any number of values with a few messages: a dict of PutResult for a mapping, a list for pairs.
+
+        Each key is put whole or not at all, by itself; pairs with the same key take effect in their order. All are
+        attempted, within one deadline. ``errors="return"``: an exception stands in the place of the PutResult of each
+        that failed; ``"raise"``: the first of them is raised (the others' values are there). ``options``: those of
+        ``put`` but ``part`` and ``group``.
+        """
+        if errors not in ("raise", "return"):
+            raise InvalidArgument(f'errors must be "raise" or "return", not {errors!r}')
         deadline = deadline_ns(timeout)
-        return {key: self.put(key, value, timeout=seconds_left(deadline), **options) for key, value in items.items()}
+        native = _put_options(**options)
+        if isinstance(items, Mapping):
+            keys, data = list(items), list(items.values())
+        else:
+            pairs = list(items)
+            keys, data = [key for key, _ in pairs], [value for _, value in pairs]
+        _checked_keys(keys)
+        client = self._client(deadline)
+        outcomes = batches.put(
+            keys,
+            data,
+            meta,
+            lambda names, metas, datas: client.put_many(names, metas, datas, native, deadline),
+            lambda key, value: self.put(key, value, meta=meta, timeout=seconds_left(deadline), **options),
+        )
+        if errors == "raise":
+            _raise_first(keys, outcomes)
+        return dict(zip(keys, outcomes, strict=True)) if isinstance(items, Mapping) else outcomes
 
     # --- get ---
 
@@ -277,38 +330,44 @@ class Pool:
         keys: Sequence[str],
         *,
         missing: Literal["raise", "mask"] = "raise",
+        errors: Literal["raise", "return"] = "raise",
         readonly: bool = False,
+        consume: bool = False,
         out: Sequence[Any] | None = None,
         timeout: float | None = 30,
     ) -> list[Any]:
-        """The values, in the order of ``keys``, after one look-up. ``missing="mask"``: None for missing keys."""
+        """The values, in the order of ``keys``, after one look-up and one read of all small ones.
+
+        ``missing="mask"``: None for missing keys. ``errors="return"``: an exception stands in the place of each that
+        failed; ``"raise"``: the first is raised. ``out``: one target a key, as in ``get``; ``consume``: take each, at
+        most once, as in ``get`` (what was taken before an error was raised is gone: use ``errors="return"``).
+        """
         if missing not in ("raise", "mask"):
             raise InvalidArgument(f'missing must be "raise" or "mask", not {missing!r}')
-        outs = [None] * len(keys) if out is None else list(out)
-        if len(outs) != len(keys):
-            raise InvalidArgument(f"{len(keys)} keys, but {len(outs)} outs")
+        if errors not in ("raise", "return"):
+            raise InvalidArgument(f'errors must be "raise" or "return", not {errors!r}')
+        if out is not None and len(out) != len(keys):
+            raise InvalidArgument(f"{len(keys)} keys, but {len(out)} outs")
+        if out is not None and readonly:
+            raise InvalidArgument("out= decides where the values are: give no readonly=")
         deadline = deadline_ns(timeout)
-        client = self._client(deadline)
-        result = []
-        for key, found, into in zip(
-            keys, client.locate_many([checked_key(k) for k in keys], deadline), outs, strict=True
-        ):
-            if not isinstance(found, Exception):
-                try:
-                    result.append(values.load(client, found, deadline, out=into, readonly=readonly))
-                    continue
-                except KeyNotFound:  # superseded since it was looked up
-                    pass
-            elif not isinstance(found, KeyNotFound):
-                raise found
-            elif missing == "mask":
-                result.append(None)
-                continue
-            # get() says whether it is there now, and raises in its own frame: no error holds on to our tensors.
-            default = None if missing == "mask" else MISSING
-            left = seconds_left(deadline)
-            result.append(self.get(key, readonly=readonly, out=into, default=default, timeout=left))
-        return result
+        names = _checked_keys(list(keys))
+        getter = batches.Getter(
+            self._client(deadline), names, out, readonly=readonly, consume=consume, deadline=deadline
+        )
+        getter.run()
+        if not getter.failed:
+            return getter.results
+        failed = {i: e for i, e in getter.failed.items() if missing == "raise" or not isinstance(e, KeyNotFound)}
+        if failed and errors == "raise":
+            getter.results.clear()  # no error holds on to tensors
+            try:
+                raise failed[min(failed)]
+            finally:
+                del failed, getter
+        for i, error in failed.items():
+            getter.results[i] = error
+        return getter.results
 
     # --- many tensors ---
 
@@ -397,7 +456,7 @@ class Pool:
             version=Version(*found.version),
             label=found.label,
             nbytes=found.nbytes,
-            meta=describe(client, found, deadline).user or {},
+            meta=copy.deepcopy(describe(client, found, deadline).user or {}),
             sealed=found.sealed,
             parts=len(found.parts),
             replicas=found.replicas,
@@ -414,7 +473,7 @@ class Pool:
         deadline = deadline_ns(timeout)
         if isinstance(key, str):
             return self._client(deadline).exists([checked_key(key)], deadline)[0]
-        return self._client(deadline).exists([checked_key(k) for k in key], deadline)
+        return self._client(deadline).exists(_checked_keys(list(key)), deadline)
 
     def exists_prefix(self, keys: Sequence[str], *, pin_s: float = 0, timeout: float | None = 30) -> int:
         """How many of ``keys``, from the first on, are there: one question that ends at the first that is not. With
@@ -437,11 +496,15 @@ class Pool:
     @overload
     def delete(self, key: list[str] | tuple[str, ...], *, timeout: float | None = 30) -> list[bool]: ...
     def delete(self, key: str | list[str] | tuple[str, ...], *, timeout: float | None = 30) -> bool | list[bool]:
-        """Remove the key; False if it was not there. Tensors got before stay whole."""
+        """Remove the key; False if it was not there. For several keys a list, after one question (the first failure is
+        raised, after all were tried). Tensors got before stay whole."""
         deadline = deadline_ns(timeout)
         if isinstance(key, str):
             return self._client(deadline).remove(checked_key(key), deadline)
-        return [self._client(deadline).remove(checked_key(k), deadline) for k in key]
+        names = _checked_keys(list(key))
+        outcomes = self._client(deadline).remove_many(names, None, deadline)
+        _raise_first(names, outcomes)
+        return outcomes
 
     def keys(self, prefix: str = "", *, timeout: float | None = 30) -> list[str]:
         """The keys that start with ``prefix``, sorted. A snapshot of no particular instant."""
@@ -557,6 +620,51 @@ def checked_key(key: str) -> str:
     if not 0 < nbytes <= _core.MAX_KEY_BYTES:
         raise InvalidArgument(f"a key has 1 to {_core.MAX_KEY_BYTES} bytes of UTF-8, not {nbytes}")
     return key
+
+
+def _put_options(
+    sealed: bool = False,
+    if_exists: str = "replace",
+    version: str | int | None = None,
+    ttl_s: float | None = None,
+    replicas: int | str = 1,
+    checksum: bool = False,
+    **parts: Any,
+) -> _core.PutOptions:
+    if not (sealed or checksum or parts or if_exists != "replace" or replicas != 1) and version is ttl_s is None:
+        return _PLAIN
+    count, lenient = _replicas(replicas)
+    return _core.PutOptions(
+        sealed=sealed,
+        if_exists=if_exists,
+        replicas=count,
+        replicas_lenient=lenient,
+        label="" if version is None else str(version),
+        checksum=checksum,
+        ttl_ms=_ttl_ms(ttl_s),
+        **parts,
+    )
+
+
+def _raise_first(keys: Sequence[str], outcomes: Sequence[Any]) -> None:
+    """Raises the first exception among the outcomes, if there is one, and says which key's it is."""
+    failed = [(key, outcome) for key, outcome in zip(keys, outcomes, strict=True) if isinstance(outcome, Exception)]
+    if not failed:
+        return
+    key, error = failed[0]
+    if isinstance(error, Error):
+        error.message = f"key {key!r}: {error.message} ({len(failed)} of {len(keys)} keys failed)"
+    try:
+        raise error
+    finally:
+        del error, failed
+
+
+def _checked_keys(keys: list[str]) -> list[str]:
+    for key in keys:
+        if type(key) is not str or not key.isascii() or not 0 < len(key) <= _core.MAX_KEY_BYTES:
+            checked_key(key)
+    return keys
 
 
 def _version(version: str | int | Version | None) -> tuple[tuple[int, int] | None, str]:

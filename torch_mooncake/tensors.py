@@ -185,6 +185,55 @@ def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:
     return _encode(value, user, _Writer(part=True))
 
 
+_plain: dict[
+    tuple[Any, Any], tuple[bytes, int]
+] = {}  # (metadata, nbytes) of dense tensors, by dtype and shape, and of bytes
+
+
+def encode_plain(value: Any) -> tuple[bytes, Any, int] | None:
+    """(metadata, data, nbytes) of what needs no look at: bytes, and dense CPU tensors. The same as ``encode`` makes.
+    None for everything else. ``value`` has to stay until it has been put."""
+    kind = type(value)
+    if kind is bytes:
+        known = _plain.get((bytes, len(value)))
+        if known is None:
+            known = _remember((bytes, len(value)), encode(value))
+        return known[0], value, known[1]
+    return plain_tensor(value)
+
+
+def plain_tensor(value: Any) -> tuple[bytes, tuple[int, int], int] | None:
+    """``encode_plain`` of dense CPU tensors alone."""
+    kind = type(value)
+    torch = sys.modules.get("torch")
+    if torch is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not dense(value, torch):
+        return None
+    shape = value.shape
+    known = _plain.get((value.dtype, shape))
+    if known is None:
+        known = _remember((value.dtype, shape), encode(value))
+    return known[0], (value.data_ptr(), known[1]), known[1]
+
+
+def _remember(what: tuple[Any, Any], encoded: Encoded) -> tuple[bytes, int]:
+    if len(_plain) >= 1024:
+        _plain.clear()
+    known = _plain[what] = encoded.meta, encoded.nbytes
+    return known
+
+
+def dense(tensor: Any, torch: Any) -> bool:
+    """Whether a plain tensor's elements lie one after the other in this process's memory, as they are."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
 def writers(value: Any) -> tuple[int, int] | None:
     """(rank, world) of the processes that have to put ``value`` together, because it has DTensors; None if it has none.
     InvalidArgument if its DTensors are not all on the same processes, or this one is not among them."""
@@ -375,6 +424,11 @@ def dense_tensor(value: Any, path: str, torch: Any) -> Any:
     return dense
 
 
+def is_spilled(meta: bytes) -> bool:
+    """Whether the description lies in the object's bytes."""
+    return meta.startswith(_SPILLED)
+
+
 def _at(path: str) -> str:
     return f"the value at {path}" if path else "the value"
 
@@ -531,6 +585,18 @@ def build(node: Node, leaf: Callable[[Leaf], Any]) -> Any:
     if isinstance(node, Elsewhere):
         raise Corrupt("a leaf that part 0 should hold is nowhere")
     return leaf(node)
+
+
+def loader(root: Node) -> Callable[[Any], Any]:
+    """What makes the value of ``root`` over the memory of its object, again and again."""
+    if isinstance(root, Tensor) and (nbytes := leaf_nbytes(root)):
+        import torch
+
+        dtype, count, offset, shape = getattr(torch, root.dtype), nbytes // DTYPES[root.dtype], root.offset, root.shape
+        if len(shape) == 1:
+            return lambda memory: torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+        return lambda memory: torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    return lambda memory: build(root, lambda leaf: leaf_over(memory, leaf))
 
 
 def leaf_over(memory: Any, leaf: Leaf) -> Any:

@@ -22,9 +22,9 @@ from torch_mooncake.tensors import (
     Tensor,
     Text,
     build,
+    dense,
     leaf_nbytes,
     leaf_over,
-    leaves_of,
     numpy_dtype,
 )
 
@@ -53,6 +53,10 @@ def load(
     if out is not None:
         if device is not None or dtype is not None or readonly or placements is not None:
             raise InvalidArgument("out= decides device, dtype and placements: give none, and no readonly=")
+        target = dense_target(description, out)
+        if target is not None:
+            client.read(found, 0, (target,), deadline)
+            return out
         reader = Reader(client, found, deadline)
         targets: list[tuple[Leaf, Any, str]] = []
         match(build(description.root, lambda leaf: leaf), out, "", targets)
@@ -66,7 +70,7 @@ def load(
         if device is not None or readonly:
             raise InvalidArgument("mesh= decides the device of a DTensor of one's own: give no device=, no readonly=")
         return _distributed(client, found, deadline, description, mesh, placements, dtype)
-    leaves = list(leaves_of(description.root))
+    leaves = description.leaves
     if not leaves:
         return build(description.root, lambda leaf: None)
     converts = dtype is not None or (device is not None and str(device) != "cpu")
@@ -74,10 +78,7 @@ def load(
         value = fresh(client, found, deadline, description.root)
         return _converted(value, device, dtype) if converts else value
     if not converts:
-        # Bytes and str are copied out by the decoder anyway.
-        copied = not any(isinstance(leaf, (Tensor, Array)) for leaf in leaves)
-        memory = client.map(found, readonly or copied, deadline)
-        return build(description.root, lambda leaf: leaf_over(memory, leaf))
+        return description.over(client.map(found, readonly or description.copied, deadline))
     memory = client.map(found, True, deadline)
 
     def convert(leaf: Leaf) -> Any:
@@ -87,6 +88,28 @@ def load(
         return value.copy() if isinstance(leaf, Array) else value
 
     return build(description.root, convert)
+
+
+def dense_target(description: Description, out: Any) -> Any:
+    """Where all of a value of one dense leaf goes in one piece: (address, nbytes) or a buffer; None: ``values.load``
+    knows how, or says why not."""
+    leaf = description.root
+    if type(leaf) is Tensor:
+        torch = sys.modules.get("torch")
+        if torch is None or type(out) is not torch.Tensor or leaf.offset:
+            return None
+        if out.dtype is not getattr(torch, leaf.dtype) or out.shape != leaf.shape or not dense(out, torch):
+            return None
+        return out.data_ptr(), description.nbytes
+    if type(leaf) is Array and type(out) is np.ndarray and not leaf.offset:
+        if (out.dtype.str, out.shape) != (leaf.dtype, leaf.shape) or not (
+            out.flags.c_contiguous and out.flags.writeable
+        ):
+            return None
+        return out.__array_interface__["data"][0], description.nbytes
+    if type(leaf) is Bytes and type(out) is bytearray and not leaf.offset and len(out) == leaf.nbytes:
+        return out
+    return None
 
 
 def fresh(client: _core.Client, found: _core.Object, deadline: int, root: Node) -> Any:

@@ -1,9 +1,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 
 #include "common/log.h"
+#include "common/random.h"
 #include "pool/client_impl.h"
 
 namespace torch_mooncake::pool {
@@ -12,11 +14,11 @@ namespace {
 constexpr size_t kLookupBatch = 8192;
 constexpr int64_t kAskMs = 10'000;  // one round of a long wait
 
+}  // namespace
+
 uint32_t timeout_ms(Deadline deadline) {
   return static_cast<uint32_t>(deadline.is_never() ? int64_t{24} * 3600 * 1000 : deadline.remaining_ms());
 }
-
-}  // namespace
 
 Result<ClientPtr> Client::connect(ClientOptions options, Deadline deadline) {
   auto client = std::make_shared<ClientImpl>(std::move(options));
@@ -24,7 +26,18 @@ Result<ClientPtr> Client::connect(ClientOptions options, Deadline deadline) {
   return ClientPtr(std::move(client));
 }
 
-ClientImpl::ClientImpl(ClientOptions options) : options_(std::move(options)), pid_(::getpid()) {}
+ClientImpl::ClientImpl(ClientOptions options)
+    : options_(std::move(options)), pid_(::getpid()), first_txn_(random_id()) {}
+
+// Not a random one each: that is a system call.
+TxnId ClientImpl::next_txn(uint32_t n) {
+  TxnId txn = first_txn_;
+  uint64_t low;
+  std::memcpy(&low, txn.data(), sizeof low);
+  low += txns_.fetch_add(n, std::memory_order_relaxed);
+  std::memcpy(txn.data(), &low, sizeof low);
+  return txn;
+}
 
 Status ClientImpl::start(Deadline deadline) {
   engine_ = options_.engine;
@@ -40,7 +53,7 @@ Status ClientImpl::start(Deadline deadline) {
   host_id_ = engine_->rpc().self().host_id;
   TM_ASSIGN(auto link, Link::open({engine_, options_.name, host_id_}, options_.node_address, deadline));
   std::lock_guard lock(mutex_);
-  view_ = link->first_view();
+  take_view(link->first_view());
   links_[link->node()] = link;
   local_ = std::move(link);
   return {};
@@ -66,6 +79,7 @@ void ClientImpl::close() {
     links.swap(links_);
     local.swap(local_);
   }
+  if (::getpid() == pid_) cache_.clear();  // in a forked child the links in it are not ours to end either
   // In a forked child the parent's session is not ours to end. Mapped objects keep their link, and it the engine.
   if (::getpid() != pid_) {
     static auto* kept = new std::vector<LinkPtr>;
@@ -95,8 +109,8 @@ Result<LinkPtr> ClientImpl::local(Deadline deadline) {
   TM_ASSIGN(auto link, Link::open({engine_, options_.name, host_id_}, options_.node_address, deadline));
   std::lock_guard lock(mutex_);
   TM_TRY(usable());
-  if (link->first_view().lineage != view_.lineage || link->first_view().number > view_.number)
-    view_ = link->first_view();
+  cache_.clear();
+  take_view(link->first_view());
   links_[link->node()] = link;
   local_ = link;
   return link;
@@ -106,15 +120,15 @@ Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
   TM_ASSIGN(auto local_link, local(deadline));
   if (local_link->node() == node) return local_link;
   NodeInfo info;
-  TM_ASSIGN(const View known, view());
-  if (!known.find(node)) TM_TRY(refresh_view(deadline));  // it may have joined since
+  if (!view()->find(node)) TM_TRY(refresh_view(deadline));  // it may have joined since
   {
     std::lock_guard lock(mutex_);
     if (const auto it = links_.find(node); it != links_.end()) {
       if (it->second->alive()) return it->second;
       links_.erase(it);
+      cache_.clear();  // nothing keeps the memory of a node that is gone
     }
-    const NodeInfo* found = view_.find(node);
+    const NodeInfo* found = view_->find(node);
     if (!found) return {Code::key_not_found, "the node that held this has left the pool"};
     info = *found;
   }
@@ -145,22 +159,26 @@ Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
   return last;
 }
 
-Result<View> ClientImpl::view() {
+std::shared_ptr<const View> ClientImpl::view() const {
   std::lock_guard lock(mutex_);
   return view_;
 }
 
+void ClientImpl::take_view(View fresh) {
+  if (fresh.lineage != view_->lineage || fresh.number > view_->number)
+    view_ = std::make_shared<const View>(std::move(fresh));
+}
+
 Result<LinkPtr> ClientImpl::home(Deadline deadline) {
   TM_ASSIGN(auto local_link, local(deadline));
-  TM_ASSIGN(const View now, view());
-  return link(now.home, deadline);
+  return link(view()->home, deadline);
 }
 
 Status ClientImpl::refresh_view(Deadline deadline) {
   TM_ASSIGN(auto node, local(deadline));
   TM_ASSIGN(View fresh, node->call<View>(kView, Empty{}, min(deadline, Deadline::after_ms(2000))));
   std::lock_guard lock(mutex_);
-  if (fresh.lineage != view_.lineage || fresh.number > view_.number) view_ = std::move(fresh);
+  take_view(std::move(fresh));
   return {};
 }
 
@@ -181,12 +199,13 @@ Result<std::vector<LookupEntry>> ClientImpl::look_up(std::span<const std::string
   while (all.size() < keys.size()) {
     auto answer = with_retries(deadline, [&]() -> Result<LookupAnswer> {
       TM_ASSIGN(auto node, home(deadline));
-      TM_ASSIGN(const View now, view());
-      shape.view = now.number;
+      const auto now = view();
+      shape.view = now->number;
       shape.timeout_ms = timeout_ms(deadline);
+      shape.data = shape.describe && !node->mapped();
       shape.keys.clear();
       for (size_t i = all.size(); i < keys.size() && shape.keys.size() < kLookupBatch; ++i)
-        shape.keys.push_back({shard_of(hash_key(keys[i], now.seed)), keys[i]});
+        shape.keys.push_back({shard_of(hash_key(keys[i], now->seed)), keys[i]});
       return node->call<LookupAnswer>(kLookup, shape, deadline);
     });
     if (!answer.is_ok()) return answer.status();
@@ -197,50 +216,16 @@ Result<std::vector<LookupEntry>> ClientImpl::look_up(std::span<const std::string
   return all;
 }
 
-Result<std::vector<bool>> ClientImpl::exists(std::span<const std::string> keys, Deadline deadline) {
-  TM_TRY(usable());
-  TM_ASSIGN(auto entries, look_up(keys, {}, deadline));
-  std::vector<bool> out;
-  for (const LookupEntry& e : entries) out.push_back(e.found);
-  return out;
-}
-
-Result<bool> ClientImpl::remove(std::string_view key, Deadline deadline, std::optional<Version> only) {
-  TM_TRY(usable());
-  bool asked = false;  // an earlier attempt may have removed it
-  auto answer = with_retries(deadline, [&]() -> Result<RemoveAnswer> {
-    TM_ASSIGN(auto node, home(deadline));
-    TM_ASSIGN(const View now, view());
-    KeyCall call;
-    call.view = now.number;
-    call.shard = shard_of(hash_key(key, now.seed));
-    call.key = key;
-    call.timeout_ms = timeout_ms(deadline);
-    call.only = only;
-    auto removed = node->call<RemoveAnswer>(kRemove, call, deadline);
-    if (only && asked && removed.is_ok() && !removed->removed)  // by that attempt, or by somebody else
-      return {Code::internal, ""};
-    if (removed.is_ok()) removed->removed = removed->removed || asked;
-    asked = asked || leaves_open(removed.status().code());
-    return removed;
-  });
-  if (!answer.is_ok() && asked && only)
-    return {answer.status().code() == Code::internal ? Code::peer_lost : answer.status().code(),
-            "outcome unknown: the removal of key '" + std::string(key) + "' took effect or did not"};
-  if (!answer.is_ok()) return answer.status();
-  return answer->removed;
-}
-
 Result<std::vector<std::string>> ClientImpl::keys(std::string_view prefix, Deadline deadline) {
   TM_TRY(usable());
   return with_retries(deadline, [&]() -> Result<std::vector<std::string>> {
     TM_TRY(refresh_view(deadline));
-    TM_ASSIGN(const View now, view());
+    const auto now = view();
     std::set<std::string> all;
-    for (const NodeInfo& info : now.nodes) {
+    for (const NodeInfo& info : now->nodes) {
       TM_ASSIGN(auto node, link(info.id, deadline));
       KeysCall call;
-      call.view = now.number;
+      call.view = now->number;
       call.prefix = prefix;
       for (bool more = true; more;) {
         TM_ASSIGN(KeysAnswer answer, node->call<KeysAnswer>(kKeys, call, deadline));
@@ -311,9 +296,9 @@ Result<PoolStats> ClientImpl::stat(Deadline deadline, bool here) {
       TM_TRY(stat_of(node, info, stats, deadline));
     } else {
       TM_TRY(refresh_view(deadline));
-      TM_ASSIGN(const View now, view());
-      stats.view = now.number;
-      for (const NodeInfo& info : now.nodes) {
+      const auto now = view();
+      stats.view = now->number;
+      for (const NodeInfo& info : now->nodes) {
         TM_ASSIGN(node, link(info.id, deadline));
         TM_TRY(stat_of(node, info, stats, deadline));
       }

@@ -44,6 +44,11 @@ struct PutOptions {
   bool checksum = false;
   uint64_t ttl_ms = 0;  // it is missing so long after it became visible; 0: never
 };
+// One of a batch of puts.
+struct PutEntry {
+  std::string_view key, meta;
+  std::span<const iovec> data;
+};
 struct PutOutcome {
   Version version;
   bool stored = true;  // false: if_exists=keep found one, or a sealed copy was there
@@ -69,6 +74,17 @@ struct ReadRange {
   uint64_t offset = 0;
   std::byte* to = nullptr;
   uint64_t nbytes = 0;
+};
+
+// One of a batch of reads: bytes [offset, offset + sum(out)) of the object.
+struct ReadEntry {
+  ObjectPtr object;
+  uint64_t offset = 0;
+  std::span<const iovec> out;
+};
+struct RemoveEntry {
+  std::string_view key;
+  std::optional<Version> only{};
 };
 
 struct MappedObject {
@@ -142,8 +158,16 @@ class TM_API Client {
   virtual Result<PoolStats> stat(Deadline deadline, bool here = false) = 0;
   // Asks the node at node_address to leave the pool: returns when it has begun to.
   virtual Status drain(Deadline deadline) = 0;
-  // Batches: one call, per-key outcome. Same order as the keys.
+  // Batches: one call for any number of keys, an outcome for each, in their order; one deadline for all. A few messages
+  // go to each node, whatever the number of keys. Each key's put is all or nothing by itself, and puts of one key take
+  // effect in their order; puts of different keys in no order.
+  virtual std::vector<Result<PutOutcome>> put_many(std::span<const PutEntry> entries, const PutOptions& options,
+                                                   Deadline deadline) = 0;
   virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
+  virtual std::vector<Status> read_many(std::span<const ReadEntry> entries, Deadline deadline) = 0;
+  virtual std::vector<Result<MappedObject>> map_many(std::span<const ObjectPtr> objects, bool read_only,
+                                                     Deadline deadline) = 0;
+  virtual std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) = 0;
 
   // The events after number `after` of `stream` (of the answer before; 0 at first): keys with this prefix that are
   // there now, and any key that went. Returns when there are some, or without any after `wait_ms`. `anew`: some are

@@ -19,12 +19,12 @@ Result<std::vector<Replicas>> ClientImpl::find_prefix(std::span<const std::strin
     const auto part = keys.subspan(all.size(), std::min(all.empty() ? kFirstBatch : kBatch, keys.size() - all.size()));
     auto answer = with_retries(deadline, [&]() -> Result<PrefixAnswer> {
       TM_ASSIGN(auto node, home(deadline));
-      TM_ASSIGN(const View now, view());
+      const auto now = view();
       PrefixCall call;
-      call.view = now.number;
+      call.view = now->number;
       call.session = node->session_id();
       call.pin_ms = pin_ms;
-      for (const std::string& key : part) call.keys.push_back({shard_of(hash_key(key, now.seed)), key});
+      for (const std::string& key : part) call.keys.push_back({shard_of(hash_key(key, now->seed)), key});
       return node->call<PrefixAnswer>(kPrefix, call, deadline);
     });
     if (!answer.is_ok()) return answer.status();
@@ -38,8 +38,8 @@ Result<std::vector<Replicas>> ClientImpl::find_prefix(std::span<const std::strin
 
 Result<std::vector<size_t>> ClientImpl::refresh(const Places& places, RefreshCall shape, Deadline deadline) {
   std::vector<size_t> gone;
-  TM_ASSIGN(const View now, view());
-  shape.view = now.number;
+  const auto now = view();
+  shape.view = now->number;
   for (const auto& [id, extents] : places) {
     for (size_t end = extents.size(); end > 0;) {  // last first, also over several messages
       const size_t begin = end - std::min(end, kBatch);
@@ -69,13 +69,13 @@ Result<size_t> ClientImpl::match_prefix(std::span<const std::string> keys, uint6
   TM_TRY(usable());
   TM_ASSIGN(const auto found, find_prefix(keys, pin_ms, deadline));
   if (pin_ms == 0) return found.size();
-  TM_ASSIGN(const View now, view());
+  const auto now = view();
   Places elsewhere;
   std::vector<size_t> copies(found.size());
   for (size_t i = 0; i < found.size(); ++i) {
     copies[i] = found[i].at.size();
     for (const ReplicaRef& r : found[i].at)
-      if (r.node != now.home) elsewhere[r.node].emplace_back(i, r.extent);
+      if (r.node != now->home) elsewhere[r.node].emplace_back(i, r.extent);
   }
   RefreshCall shape;
   shape.pins = RefreshCall::Pins::pin;
@@ -117,9 +117,9 @@ Result<KeyEvents> ClientImpl::events(uint64_t stream, uint64_t after, std::strin
   auto answer = with_retries(deadline, [&]() -> Result<EventsAnswer> {
     TM_TRY(refresh_view(deadline));  // whose seed is that of the hashes
     TM_ASSIGN(auto node, home(deadline));
-    TM_ASSIGN(const View now, view());
+    const auto now = view();
     EventsCall call;
-    call.view = now.number;
+    call.view = now->number;
     call.stream = stream;
     call.after = after;
     call.prefix = prefix;
@@ -133,8 +133,8 @@ Result<KeyEvents> ClientImpl::events(uint64_t stream, uint64_t after, std::strin
 }
 
 Result<Id128> ClientImpl::key_hash(std::string_view key) {
-  TM_ASSIGN(const View now, view());
-  const KeyHash hash = hash_key(key, now.seed);
+  const auto now = view();
+  const KeyHash hash = hash_key(key, now->seed);
   Id128 out;
   std::memcpy(out.data(), hash.data(), sizeof out);
   return out;

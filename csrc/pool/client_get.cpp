@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 
 #include "common/crc32c.h"
 #include "memory/copy.h"
@@ -86,17 +87,30 @@ struct Stitched {
 
 // --- locate ---
 
-std::vector<Result<ObjectPtr>> ClientImpl::locate_many(std::span<const std::string> keys, Deadline deadline) {
-  auto all = [&](const Status& s) { return std::vector<Result<ObjectPtr>>(keys.size(), Result<ObjectPtr>(s)); };
-  if (const Status s = usable(); !s.is_ok()) return all(s);
-  LookupCall shape;
-  shape.describe = true;
-  auto entries = look_up(keys, shape, deadline);
-  if (!entries.is_ok()) return all(entries.status());
-  return build(keys, std::move(entries).value(), deadline);
+// What was found before is the key's current version if its words have not changed and its donor still counts: a newer
+// version is acknowledged only after the words of the older one have changed.
+ObjectPtr ClientImpl::cached(std::string_view key) {
+  auto place = cache_.find(key);
+  if (!place) return nullptr;
+  const auto& object = static_cast<const ObjectImpl&>(*place->object);
+  Link& link = *place->link;
+  const bool intact = link.alive() && std::all_of(object.parts_.begin(), object.parts_.end(), [&](const auto& part) {
+                        return link.pins().valid(part.replicas[0].extent);
+                      });
+  if (!intact || !link.counted(static_cast<int64_t>(options_.view_ttl_s * 1e9))) {
+    cache_.erase(key);
+    return nullptr;
+  }
+  for (const ObjectPart& part : object.parts_) link.touch(part.replicas[0].extent);
+  return std::move(place->object);
 }
 
 Result<ObjectPtr> ClientImpl::locate(std::string_view key, const GetOptions& options, Deadline deadline) {
+  TM_TRY(usable());
+  if (auto object = cached(key);
+      object && (!options.at_least || object->info().version >= *options.at_least) &&
+      (options.label.empty() || object->info().label == options.label))
+    return object;
   const std::string keys[] = {std::string(key)};
   auto object = std::move(locate_many(keys, deadline)[0]);
   if (!object.is_ok()) return object;
@@ -126,6 +140,7 @@ Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::ve
       DescribeCall call;
       for (size_t i = at; i < places.size() && call.extents.size() < 8192; ++i)
         call.extents.push_back({*places[i].second, places[i].first->at.extent});
+      call.data = !(*node)->mapped();
       auto answer = (*node)->call<DescribeAnswer>(kDescribe, call, deadline);
       if (!answer.is_ok() || answer->descriptions.empty() || answer->descriptions.size() > call.extents.size()) {
         last = answer.is_ok() ? Status(Code::internal, "describe: wrong number of answers") : answer.status();
@@ -141,10 +156,11 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
                                                  Deadline deadline) {
   std::vector<Result<ObjectPtr>> out;
   out.reserve(keys.size());
-  std::map<NodeId, bool> mapped;
+  std::map<NodeId, LinkPtr> mapped;  // those of this host
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [id, link] : links_) mapped[id] = link->mapped() && link->alive();
+    for (const auto& [id, link] : links_)
+      if (link->mapped() && link->alive()) mapped[id] = link;
   }
   // What has gone between the home's answer and the donor's is looked up again, as is what a silent donor holds.
   const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
@@ -170,6 +186,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
       if (place.part >= e.parts || !place.description) continue;
       Description& d = *place.description;
       ObjectPart& part = object->parts_[place.part];
+      if (d.data && e.parts == 1) object->data_ = std::move(d.data->bytes);
       if (!described[place.part]) {
         part.nbytes = d.nbytes;
         part.crc32c = d.crc32c;
@@ -177,7 +194,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
         if (place.part == 0) info.label = std::move(d.label);
       }
       described[place.part] = true;
-      const bool is_here = mapped[place.at.node];
+      const bool is_here = mapped.count(place.at.node) != 0;
       Replica replica{place.at.node, place.at.extent, std::move(d.pieces)};
       part.replicas.insert(is_here ? part.replicas.begin() : part.replicas.end(), std::move(replica));
       here[place.part] = here[place.part] || is_here;
@@ -193,10 +210,15 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
       info.nbytes += object->parts_[p].nbytes;
       object->local_ = object->local_ && here[p];
     }
+    const NodeId first = object->parts_[0].replicas[0].node;
+    if (object->local_ && std::all_of(object->parts_.begin(), object->parts_.end(),
+                                      [&](const auto& part) { return part.replicas[0].node == first; }))
+      object->link_ = mapped[first];
     info.meta = info.parts[0].meta;
     info.replicas = object->parts_[0].replicas;
     info.has_crc = e.parts == 1 && object->parts_[0].crc32c.has_value();
     info.crc32c = info.has_crc ? *object->parts_[0].crc32c : 0;
+    if (auto one = object->link_.lock(); one && !info.left_ms) cache_.add({object, std::move(one)});
     out.emplace_back(ObjectPtr(std::move(object)));
   }
   if (again.empty() || until.remaining_ns() < 20'000'000 || !usable().is_ok()) return out;
@@ -221,12 +243,21 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
 Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
   TM_TRY(usable());
   const auto& o = static_cast<const ObjectImpl&>(*object);
+  const bool quick = o.parts_.size() == 1 && o.info_.nbytes < kSlabLimit && out.size() == 1 && !o.parts_[0].crc32c;
+  if (const LinkPtr link = quick ? o.link_.lock() : nullptr) {
+    const Replica& replica = o.parts_[0].replicas[0];
+    const ReadRange range{offset, static_cast<std::byte*>(out[0].iov_base), out[0].iov_len};
+    TM_TRY(link->read_small(replica.extent, replica.pieces, range));
+    read_bytes_ += range.nbytes;
+    return {};
+  }
   std::vector<ReadRange> ranges;
   for (const iovec& v : out) {
     ranges.push_back({offset, static_cast<std::byte*>(v.iov_base), v.iov_len});
     offset += v.iov_len;
   }
   TM_ASSIGN(const auto by_part, split(o, ranges));
+  if (o.data_) return read_data(o, by_part[0]);
   for (size_t i = 0; i < by_part.size(); ++i) {
     if (by_part[i].empty()) continue;
     std::vector<iovec> memory;
@@ -250,8 +281,21 @@ Status ClientImpl::read_ranges(const ObjectPtr& object, std::span<const ReadRang
       return {Code::invalid_argument, "a range to be read leaves the memory that was given for it"};
   const auto& o = static_cast<const ObjectImpl&>(*object);
   TM_ASSIGN(const auto by_part, split(o, ranges));
+  if (o.data_) return read_data(o, by_part[0]);
   for (size_t i = 0; i < by_part.size(); ++i)
     if (!by_part[i].empty()) TM_TRY(read_part(o.parts_[i], by_part[i], std::span(&memory, 1), deadline));
+  return {};
+}
+
+// Of a value that came along: nothing to validate but its checksum.
+Status ClientImpl::read_data(const ObjectImpl& object, std::span<const ReadRange> ranges) {
+  const std::string& data = *object.data_;
+  if (object.parts_[0].crc32c && crc32c(data.data(), data.size()) != *object.parts_[0].crc32c)
+    return {Code::corrupt, "checksum of key '" + object.info_.key + "' does not match"};
+  for (const ReadRange& r : ranges) {
+    std::memcpy(r.to, data.data() + r.offset, r.nbytes);
+    read_bytes_ += r.nbytes;
+  }
   return {};
 }
 
@@ -309,9 +353,24 @@ Status ClientImpl::check_crc(const ObjectImpl& object, const std::byte* data) co
   return {};
 }
 
+// A copy, in one go: the bytes first, then the word.
+Result<MappedObject> ClientImpl::map_small(const ObjectImpl& object, Link& link) {
+  const uint64_t nbytes = object.info_.nbytes;
+  auto memory = std::shared_ptr<std::byte[]>(new (std::align_val_t(64)) std::byte[std::max<uint64_t>(nbytes, 1)],
+                                             [](std::byte* p) { ::operator delete[](p, std::align_val_t(64)); });
+  const Replica& replica = object.parts_[0].replicas[0];
+  const ReadRange all{0, memory.get(), nbytes};
+  TM_TRY(link.read_small(replica.extent, replica.pieces, all));
+  TM_TRY(check_crc(object, memory.get()));
+  read_bytes_ += nbytes;
+  return MappedObject{std::shared_ptr<std::byte>(memory, memory.get()), nbytes, false};
+}
+
 Result<MappedObject> ClientImpl::map(const ObjectPtr& object, bool read_only, Deadline deadline) {
   TM_TRY(usable());
   const auto& o = static_cast<const ObjectImpl&>(*object);
+  if (o.parts_.size() == 1 && o.info_.nbytes < kSlabLimit)
+    if (const LinkPtr one = o.link_.lock()) return map_small(o, *one);
   TM_ASSIGN(auto mapped, map_local(o, read_only));
   if (mapped) {
     TM_TRY(check_crc(o, mapped->data.get()));

@@ -1,5 +1,6 @@
 // The one implementation of Client. client.cpp: life cycle, connections, view, questions; client_put.cpp: put;
 // client_get.cpp: locate, read, map.
+// client_batch.cpp: many keys at once.
 //
 // A client asks its own node for the view and then talks to donors and to the home itself: one hop, and a busy or
 // stopped node in between can delay nobody. Connections are made when they are needed and again when they broke.
@@ -11,6 +12,7 @@
 
 #include "pool/client.h"
 #include "pool/client_link.h"
+#include "pool/location_cache.h"
 #include "pool/turn.h"
 
 namespace torch_mooncake::pool {
@@ -29,6 +31,9 @@ class ObjectImpl final : public Object {
   ObjectInfo info_;
   std::vector<ObjectPart> parts_;
   bool local_ = false;
+  std::optional<std::string> data_;  // the value came along
+  // If all of it lies on one node of this host, as its first replicas. An object that somebody keeps keeps no node up.
+  std::weak_ptr<Link> link_;
   const ObjectInfo& info() const override { return info_; }
   bool local() const override { return local_; }
 };
@@ -52,6 +57,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) override;
   Result<PoolStats> stat(Deadline deadline, bool here) override;
   Status drain(Deadline deadline) override;
+  std::vector<Result<PutOutcome>> put_many(std::span<const PutEntry> entries, const PutOptions& options,
+                                           Deadline deadline) override;
   std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;
   Result<KeyEvents> events(uint64_t stream, uint64_t after, std::string_view prefix, uint32_t wait_ms,
                            Deadline deadline) override;
@@ -59,6 +66,10 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<size_t> match_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline) override;
   Status refresh_chain(std::span<const std::string> keys, bool unpin, Deadline deadline) override;
   Status refresh_chain(std::span<const ObjectPtr> objects, bool unpin, Deadline deadline) override;
+  std::vector<Status> read_many(std::span<const ReadEntry> entries, Deadline deadline) override;
+  std::vector<Result<MappedObject>> map_many(std::span<const ObjectPtr> objects, bool read_only,
+                                             Deadline deadline) override;
+  std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) override;
   const EnginePtr& engine() const override { return engine_; }
   bool alive() const override;
   void close() override;
@@ -69,7 +80,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<LinkPtr> local(Deadline deadline);  // this host's node, attached anew if it broke
   Result<LinkPtr> link(const NodeId& node, Deadline deadline);
   Result<LinkPtr> home(Deadline deadline);
-  Result<View> view();
+  std::shared_ptr<const View> view() const;
+  void take_view(View fresh);  // if it is newer; mutex_ held
   Status refresh_view(Deadline deadline);
   // Runs `attempt` until it succeeds, fails for good, or node and home stay away for too long.
   template <typename Fn>
@@ -81,17 +93,32 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   static Status stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats& stats, Deadline deadline);
 
   // client_put.cpp
-  struct Reserved {
+  static Status check_put(const PutOptions& options);
+  static Status check_entry(std::string_view key, std::string_view meta);
+  struct Replicated {
     LinkPtr link;
     ReserveAnswer place;
     bool quiescent = true;
   };
   Result<PutOutcome> put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
                               const PutOptions& options, Deadline deadline, bool* asked);
-  Result<std::vector<Reserved>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,
+  Result<std::vector<Replicated>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,
                                         Deadline deadline);
+  // What a put that does not replace comes to where `entry` is.
+  static Result<PutOutcome> existing(std::string_view key, const LookupEntry& entry, const PutOptions& options);
   Result<std::optional<PutOutcome>> already_there(std::string_view key, const PutOptions& options, Deadline deadline);
-  static void let_go(std::vector<Reserved>& reserved);
+  static Status write_all(std::vector<Replicated>& reserved, std::span<const iovec> data, Deadline deadline);
+  static void let_go(std::vector<Replicated>& reserved);
+
+  // client_batch.cpp
+  struct Chunk;
+  using Outcomes = std::span<Result<PutOutcome>>;
+  struct Round;
+  void put_round(std::span<const PutEntry> entries, const PutOptions& options, Deadline deadline, Outcomes outcomes);
+  void begin_chunk(Round& round, Chunk& chunk);
+  void write_chunk(Round& round, Chunk& chunk);
+  void finish_chunk(Round& round, Chunk& chunk);
+  Status skip_existing(Round& round);
 
   // client_chains.cpp
   using Places =
@@ -101,6 +128,9 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<std::vector<size_t>> refresh(const Places& places, RefreshCall shape, Deadline deadline);
 
   // client_get.cpp
+  ObjectPtr cached(std::string_view key);  // null: to be looked up. Else this is the key's current version
+  Status read_data(const ObjectImpl& object, std::span<const ReadRange> ranges);
+  Result<MappedObject> map_small(const ObjectImpl& object, Link& link);
   std::vector<Result<ObjectPtr>> build(std::span<const std::string> keys, std::vector<LookupEntry> entries,
                                        Deadline deadline);
   Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline);
@@ -110,6 +140,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Status check_crc(const ObjectImpl& object, const std::byte* data) const;
   Result<std::optional<MappedObject>> map_local(const ObjectImpl& object, bool read_only);
 
+  TxnId next_txn(uint32_t n);  // the first of n that nobody has had
+
   ClientOptions options_;
   EnginePtr engine_;
   bool own_engine_ = false;
@@ -118,17 +150,25 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   mutable std::mutex mutex_;  // links and view
   LinkPtr local_;
   std::map<NodeId, LinkPtr> links_;
-  View view_;
+  std::shared_ptr<const View> view_ = std::make_shared<View>();
+  LocationCache cache_;
   Turn connect_turn_;  // one connects, the others wait for it
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> read_bytes_{0};
+  const TxnId first_txn_;  // random
+  std::atomic<uint64_t> txns_{0};
 };
 
 uint64_t total_bytes(std::span<const iovec> v);
+uint32_t timeout_ms(Deadline deadline);  // as messages say it
 
 // After these answers to a commit or a removal, it may have happened.
 inline bool leaves_open(Code code) {
   return code == Code::peer_lost || code == Code::deadline_exceeded || code == Code::closed || code == Code::cancelled;
+}
+
+inline Status unknown_outcome(const Status& s) {
+  return {s.code(), "outcome unknown: the put took effect wholly or not at all (" + s.message() + ")"};
 }
 
 template <typename Fn>

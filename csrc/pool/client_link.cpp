@@ -2,15 +2,20 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 
 #include "common/failpoint.h"
 #include "common/log.h"
 #include "memory/copy.h"
+#include "pool/view_record.h"
 
 namespace torch_mooncake::pool {
 namespace {
 
 constexpr uint64_t kCopyStepBytes = 64 << 20;  // between two looks at the clock
+constexpr int64_t kSpinNs = 50'000;
+constexpr size_t kTouches = 256;               // told at once
+constexpr int64_t kTouchNs = 100'000'000;
 
 bool is_unix(const rpc::SessionPtr& session) {
   const auto lanes = session->lanes();
@@ -40,8 +45,10 @@ Result<LinkPtr> Link::open(const LinkOptions& options, const std::string& addres
   AttachRequest request;
   request.name = options.name;
   request.map = is_unix(link->session_) && link->session_->same_host();
+  const int64_t before_ns = steady_ns();
   TM_ASSIGN(auto reply, link->session_->call_sync(kAttach, encode(request), deadline));
   TM_ASSIGN(link->attach_, decode<AttachAnswer>(reply.body));
+  link->same_clock_ = before_ns <= link->attach_.now_ns && link->attach_.now_ns <= steady_ns();
   if (link->attach_.mapped) {
     TM_TRY(link->adopt(std::move(reply.fds)));
   } else {
@@ -85,9 +92,51 @@ Link::~Link() {
                    [](Result<rpc::Message>) {});
 }
 
-void Link::give_back(ExtentRef extent) {
-  session_->call(kGiveBack, encode(GiveBackCall{attach_.session, extent}), Deadline::after_ms(2000),
+bool Link::counted(int64_t ttl_ns) const {
+  return mapped() && same_clock_ && steady_ns() - counted_ns(pins_->table()) < ttl_ns;
+}
+
+void Link::touch(ExtentRef extent) {
+  TouchCall call;
+  {
+    std::lock_guard lock(touch_mutex_);
+    const int64_t now = steady_ns();
+    if (touched_.empty()) touched_since_ns_ = now;
+    touched_.push_back(extent);
+    if (touched_.size() < kTouches && now - touched_since_ns_ < kTouchNs) return;
+    call.extents.swap(touched_);
+  }
+  if (const Status s = session_->post(kTouch, encode(call)); !s.is_ok()) return;  // a hint; the session is over
+}
+
+void Link::give_back(std::vector<ExtentRef> extents) {
+  if (extents.empty()) return;
+  session_->call(kGiveBack, encode(GiveBackCall{attach_.session, std::move(extents)}), Deadline::after_ms(2000),
                  [](Result<rpc::Message>) {});
+}
+
+PendingCall PendingCall::start(const rpc::SessionPtr& session, Method method, std::string body, Deadline deadline) {
+  PendingCall call;
+  call.session_ = session;
+  call.deadline_ = deadline;
+  call.state_ = std::make_shared<State>();
+  session->call(method, std::move(body), deadline, [state = call.state_](Result<rpc::Message> result) {
+    std::lock_guard lock(state->mutex);
+    state->result = std::move(result);
+    state->ready.store(true, std::memory_order_release);
+    state->cv.notify_all();
+  });
+  return call;
+}
+
+Result<rpc::Message> PendingCall::wait() {
+  const auto is_ready = [this] { return state_->ready.load(std::memory_order_acquire); };
+  // Every call has an answer, at its deadline or when the session is over.
+  if (!session_->receive_until(is_ready, deadline_, steady_ns() + kSpinNs)) {
+    std::unique_lock lock(state_->mutex);
+    state_->cv.wait(lock, [this] { return state_->result.has_value(); });
+  }
+  return std::move(*std::exchange(state_, nullptr)->result);
 }
 
 bool Link::take_map(uint64_t nbytes) {
@@ -110,33 +159,47 @@ bool Link::in_bounds(const std::vector<Piece>& pieces) const {
   });
 }
 
-Result<std::vector<Link::Run>> Link::runs(const std::vector<Piece>& pieces, std::span<const ReadRange> ranges) const {
+Status Link::add_runs(const std::vector<Piece>& pieces, std::span<const ReadRange> ranges,
+                      std::vector<Run>* out) const {
   if (!in_bounds(pieces)) return {Code::corrupt, "a node names memory outside its segments"};
+  if (pieces.size() == 1) {  // as most are
+    for (const ReadRange& r : ranges) {
+      if (r.offset > pieces[0].nbytes || r.nbytes > pieces[0].nbytes - r.offset)
+        return {Code::out_of_bounds, "bytes beyond the extent"};
+      if (r.nbytes > 0) out->push_back({pieces[0].segment, pieces[0].offset + r.offset, r.to, r.nbytes});
+    }
+    return {};
+  }
   std::vector<uint64_t> ends;  // of the pieces, in the extent
   for (const Piece& p : pieces) ends.push_back((ends.empty() ? 0 : ends.back()) + p.nbytes);
-  std::vector<Run> out;
-  out.reserve(ranges.size());
   for (ReadRange r : ranges) {
     auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), r.offset) - ends.begin());
     for (; r.nbytes > 0; ++i) {
       if (i == pieces.size()) return {Code::out_of_bounds, "beyond the end of the object"};
       const Piece& p = pieces[i];
       const uint64_t from = r.offset - (ends[i] - p.nbytes), n = std::min(r.nbytes, p.nbytes - from);
-      if (n > 0) out.push_back({p.segment, p.offset + from, r.to, n});
+      if (n > 0) out->push_back({p.segment, p.offset + from, r.to, n});
       r = {r.offset + n, r.to + n, r.nbytes - n};
     }
   }
-  return out;
+  return {};
 }
 
-Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent) {
-  *quiescent = true;              // a mapped copy is over when this returns
-  std::vector<ReadRange> ranges;  // of the extent, one after the other
-  for (uint64_t at = 0; const iovec& v : data) {
-    ranges.push_back({at, static_cast<std::byte*>(v.iov_base), v.iov_len});
-    at += v.iov_len;
+Status Link::write(std::span<const ExtentWrite> writes, Deadline deadline, bool* quiescent) {
+  *quiescent = true;  // a mapped copy is over when this returns
+  std::vector<Run> all;
+  all.reserve(writes.size());
+  std::vector<ReadRange> ranges;  // of an extent, one after the other
+  std::vector<iovec> data;        // all of it, in order
+  for (const ExtentWrite& write : writes) {
+    ranges.clear();
+    for (uint64_t at = 0; const iovec& v : write.data) {
+      ranges.push_back({at, static_cast<std::byte*>(v.iov_base), v.iov_len});
+      at += v.iov_len;
+    }
+    TM_TRY(add_runs(*write.pieces, ranges, &all));
+    if (!mapped()) data.insert(data.end(), write.data.begin(), write.data.end());
   }
-  TM_ASSIGN(auto all, runs(pieces, ranges));
   if (!mapped()) {
     if (all.empty()) return {};
     *quiescent = false;
@@ -178,9 +241,27 @@ Status Link::write(const std::vector<Piece>& pieces, std::span<const iovec> data
   return batch.empty() ? Status{} : flush();
 }
 
+Status Link::read_small(ExtentRef extent, const std::vector<Piece>& pieces, const ReadRange& range) {
+  if (!in_bounds(pieces)) return {Code::corrupt, "an extent's pieces leave their segments"};
+  uint64_t skip = range.offset, left = range.nbytes;
+  std::byte* to = range.to;
+  for (const Piece& piece : pieces) {
+    if (left == 0) break;
+    const uint64_t n = piece.nbytes > skip ? std::min(piece.nbytes - skip, left) : 0;
+    if (n > 0) std::memcpy(to, read_maps_[piece.segment]->data + piece.offset + skip, n);
+    skip -= std::min(skip, piece.nbytes);
+    to += n;
+    left -= n;
+  }
+  if (left > 0) return {Code::out_of_bounds, "a range leaves its extent"};
+  if (!pins_->valid(extent)) return {Code::key_not_found, "superseded while it was read"};
+  return {};
+}
+
 Status Link::read(ExtentRef extent, const std::vector<Piece>& pieces, std::span<const ReadRange> ranges,
                   std::span<const iovec> memory, Deadline deadline) {
-  TM_ASSIGN(auto all, runs(pieces, ranges));
+  std::vector<Run> all;
+  TM_TRY(add_runs(pieces, ranges, &all));
   if (mapped()) {
     auto slot = pins_->pin(extent);
     // Without a pin the bytes may change while they are copied; the word tells afterwards.

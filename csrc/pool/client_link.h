@@ -6,7 +6,9 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,31 @@
 #include "transfer/engine.h"
 
 namespace torch_mooncake::pool {
+
+// A call under way, or (`finished`) one that could not be made. If nobody waits for it, its answer is dropped.
+class PendingCall {
+ public:
+  static PendingCall start(const rpc::SessionPtr& session, Method method, std::string body, Deadline deadline);
+  bool started() const { return state_ != nullptr; }
+  Result<rpc::Message> wait();  // ends by the deadline that the call was made with
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable cv;
+    std::atomic<bool> ready{false};
+    std::optional<Result<rpc::Message>> result;
+  };
+  rpc::SessionPtr session_;
+  std::shared_ptr<State> state_;
+  Deadline deadline_ = Deadline::never();
+};
+
+// Bytes for an extent: laid end to end they fill its pieces.
+struct ExtentWrite {
+  const std::vector<Piece>* pieces = nullptr;
+  std::span<const iovec> data;
+};
 
 struct LinkOptions {
   EnginePtr engine;
@@ -33,6 +60,12 @@ class Link : public std::enable_shared_from_this<Link> {
   SessionId session_id() const { return attach_.session; }
   bool alive() const { return session_->alive(); }
   bool mapped() const { return attach_.mapped; }
+  // Mapped, and its node was counted among the pool's less than `ttl_ns` ago: what it holds nobody else was given.
+  // Asked after a generation word was read, it says that that extent was its key's current version.
+  bool counted(int64_t ttl_ns) const;
+  // A use of an extent that was found without asking. Told in batches; what is not told within 100 ms waits for the
+  // next use.
+  void touch(ExtentRef extent);
   const std::string& host_id() const { return session_->peer().host_id; }
   const EnginePtr& engine() const { return engine_; }
 
@@ -46,16 +79,22 @@ class Link : public std::enable_shared_from_this<Link> {
   Status call_empty(Method method, std::string body, Deadline deadline) {
     return session_->call_sync(method, std::move(body), deadline).status();
   }
+  PendingCall start_call(Method method, std::string body, Deadline deadline) {
+    return PendingCall::start(session_, method, std::move(body), deadline);
+  }
   // Waits for nothing. If it does not arrive the session is over, which gives back everything.
-  void give_back(ExtentRef extent);
+  void give_back(std::vector<ExtentRef> extents);
 
-  // Copies between user memory and an extent's pieces. Mapped: by this thread and the copy pool. Remote: one engine op;
+  // Copies user memory to extents' pieces. Mapped: by this thread and the copy pool. Remote: one engine op;
   // `quiescent` tells whether no byte of it can land remotely any more.
-  Status write(const std::vector<Piece>& pieces, std::span<const iovec> data, Deadline deadline, bool* quiescent);
+  Status write(std::span<const ExtentWrite> writes, Deadline deadline, bool* quiescent);
   // These ranges of the extent, validated after the data: key_not_found if superseded. They lie in `memory`, and come
   // in its order if it is more than one piece.
   Status read(ExtentRef extent, const std::vector<Piece>& pieces, std::span<const ReadRange> ranges,
               std::span<const iovec> memory, Deadline deadline);
+
+  // One range of a small extent of a mapped node, by this thread alone, without a pin: the bytes first, then the word.
+  Status read_small(ExtentRef extent, const std::vector<Piece>& pieces, const ReadRange& range);
 
   // Mapped only.
   PinPage& pins() { return *pins_; }
@@ -79,7 +118,7 @@ class Link : public std::enable_shared_from_this<Link> {
   Status adopt(std::vector<UniqueFd> fds);
   Status open_regions(Deadline deadline);
   bool in_bounds(const std::vector<Piece>& pieces) const;
-  Result<std::vector<Run>> runs(const std::vector<Piece>& pieces, std::span<const ReadRange> ranges) const;
+  Status add_runs(const std::vector<Piece>& pieces, std::span<const ReadRange> ranges, std::vector<Run>* out) const;
   Result<OpPtr> start(bool write, const std::vector<Run>& runs, std::span<const iovec> memory, Deadline deadline,
                       std::vector<RegionPtr>* registered);
 
@@ -91,6 +130,10 @@ class Link : public std::enable_shared_from_this<Link> {
   std::vector<MappingPtr> read_maps_, write_maps_;  // of the data segments
   std::shared_ptr<PinPage> pins_;
   std::vector<RemoteRegionPtr> regions_;  // table first
+  bool same_clock_ = false;
+  std::mutex touch_mutex_;
+  std::vector<ExtentRef> touched_;
+  int64_t touched_since_ns_ = 0;
   std::atomic<uint64_t> maps_{0}, mapped_bytes_{0};
   uint64_t capacity_bytes_ = 0;
 };

@@ -1,17 +1,14 @@
 // put: reserve at donors, write, commit at the home.
 #include <algorithm>
+#include <thread>
 
 #include "common/crc32c.h"
 #include "common/failpoint.h"
-#include "common/random.h"
+#include "pool/batch_messages.h"
 #include "pool/client_impl.h"
 
 namespace torch_mooncake::pool {
 namespace {
-
-Status unknown_outcome(const Status& s) {
-  return {s.code(), "outcome unknown: the put took effect wholly or not at all (" + s.message() + ")"};
-}
 
 uint32_t checksum(std::span<const iovec> data) {
   uint32_t crc = 0;
@@ -21,14 +18,16 @@ uint32_t checksum(std::span<const iovec> data) {
 
 }  // namespace
 
-Result<PutOutcome> ClientImpl::put(std::string_view key, std::string_view meta, std::span<const iovec> data,
-                                   const PutOptions& options, Deadline deadline) {
-  TM_TRY(usable());
+Status ClientImpl::check_entry(std::string_view key, std::string_view meta) {
   if (key.empty() || key.size() > kMaxKeyBytes)
     return {Code::invalid_argument,
             "a key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes, not " + std::to_string(key.size())};
   if (meta.size() > kMaxMetaBytes)
     return {Code::invalid_argument, "metadata has at most " + std::to_string(kMaxMetaBytes) + " bytes"};
+  return {};
+}
+
+Status ClientImpl::check_put(const PutOptions& options) {
   if (options.label.size() > kMaxLabelBytes || options.group.size() > kMaxLabelBytes)
     return {Code::invalid_argument,
             "a version label or group has at most " + std::to_string(kMaxLabelBytes) + " bytes"};
@@ -36,6 +35,14 @@ Result<PutOutcome> ClientImpl::put(std::string_view key, std::string_view meta, 
     return {Code::invalid_argument, "part " + std::to_string(options.part) + " of " + std::to_string(options.parts)};
   if (options.ttl_ms > kMaxTtlMs) return {Code::invalid_argument, "a time to live is at most ten years"};
   if (options.replicas == 0) return {Code::invalid_argument, "an object has one replica at least"};
+  return {};
+}
+
+Result<PutOutcome> ClientImpl::put(std::string_view key, std::string_view meta, std::span<const iovec> data,
+                                   const PutOptions& options, Deadline deadline) {
+  TM_TRY(usable());
+  TM_TRY(check_put(options));
+  TM_TRY(check_entry(key, meta));
   bool asked = false;  // the home was asked to commit: whatever happens then is not repeated
   Status last;
   auto result = with_retries(deadline, [&]() -> Result<PutOutcome> {
@@ -54,41 +61,59 @@ Result<std::optional<PutOutcome>> ClientImpl::already_there(std::string_view key
   const std::string keys[] = {std::string(key)};
   TM_ASSIGN(auto entries, look_up(keys, {}, deadline));
   if (!entries[0].found) return std::optional<PutOutcome>{};
-  if (entries[0].kind != options.kind)
+  TM_ASSIGN(const PutOutcome there, existing(key, entries[0], options));
+  return std::optional<PutOutcome>(there);
+}
+
+Result<PutOutcome> ClientImpl::existing(std::string_view key, const LookupEntry& entry, const PutOptions& options) {
+  if (entry.kind != options.kind)
     return {Code::invalid_argument, options.kind == Kind::named ? "this key is sealed: remove it first"
                                                                 : "this key is named, so it cannot be sealed"};
-  if (options.if_exists == IfExists::error) return {Code::key_exists, "the key '" + keys[0] + "' exists"};
-  return std::optional<PutOutcome>{{entries[0].version, false}};
+  if (options.if_exists == IfExists::error)
+    return {Code::key_exists, "the key '" + std::string(key) + "' exists"};
+  return PutOutcome{entry.version, false};
 }
 
 Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
                                         const PutOptions& options, Deadline deadline, bool* asked) {
   TM_ASSIGN(auto here, local(deadline));
   TM_ASSIGN(auto home_link, home(deadline));
-  TM_ASSIGN(const View now, view());
+  const auto now = view();
   const uint64_t nbytes = total_bytes(data);
-  PutHead h = head(now, key, deadline);
+  PutHead h = head(*now, key, deadline);
   h.kind = options.kind;
   h.part = options.part;
   h.parts = options.parts;
-  h.txn = random_id();
+  h.txn = next_txn(1);
 
   if (nbytes <= kInlineLimit && options.replicas == 1 && options.parts == 1 && home_link == here) {
-    PutInlineCall call;
-    call.head = h;
-    call.if_exists = options.if_exists;
-    call.meta = meta;
-    call.label = options.label;
-    call.checksum = options.checksum;
-    call.ttl_ms = options.ttl_ms;
-    for (const iovec& v : data) call.data.append(static_cast<const char*>(v.iov_base), v.iov_len);
+    PutManyCall call;
+    call.head = {now->number, options.kind,     options.if_exists, options.label,
+                 options.ttl_ms, options.checksum, h.txn,          h.timeout_ms};
+    PutItem& item = call.items.emplace_back();
+    item.shard = h.shard;
+    item.key = key;
+    item.meta = meta;
+    std::string gathered;
+    if (data.size() == 1) {
+      item.data = {static_cast<const char*>(data[0].iov_base), data[0].iov_len};
+    } else {
+      gathered.reserve(nbytes);
+      for (const iovec& v : data) gathered.append(static_cast<const char*>(v.iov_base), v.iov_len);
+      item.data = gathered;
+    }
     *asked = true;
-    auto answer = home_link->call<CommitAnswer>(kPutInline, call, deadline);
-    if (answer.is_ok()) return PutOutcome{answer->version, answer->stored};
+    auto answers = home_link->call<PutManyAnswer>(kPutMany, call, deadline);
+    if (answers.is_ok() && answers->items.size() != 1) answers = Status(Code::internal, "one put has several answers");
+    Status status = answers.status();
+    if (status.is_ok()) {
+      PutManyOutcome& outcome = answers->items[0];
+      if (outcome.code == Code::ok) return PutOutcome{outcome.answer.version, outcome.answer.stored};
+      status = Status(outcome.code, std::move(outcome.message));
+    }
     // A full pool (or a node that cannot serve) said no before anything happened; room is waited for below.
-    const Code code = answer.status().code();
-    if (code == Code::pool_unavailable) *asked = false;
-    if (code != Code::pool_full) return answer.status();
+    if (status.code() == Code::pool_unavailable) *asked = false;
+    if (status.code() != Code::pool_full) return status;
     *asked = false;
   }
 
@@ -104,10 +129,9 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   shape.nbytes = nbytes;
   shape.meta = meta;
   shape.label = options.label;
-  TM_ASSIGN(auto reserved, reserve(shape, options, now, deadline));
+  TM_ASSIGN(auto reserved, reserve(shape, options, *now, deadline));
   Status s = failpoint("client.reserved");
-  for (size_t i = 0; i < reserved.size() && s.is_ok(); ++i)
-    s = reserved[i].link->write(reserved[i].place.pieces, data, deadline, &reserved[i].quiescent);
+  if (s.is_ok()) s = write_all(reserved, data, deadline);
   if (s.is_ok()) s = failpoint("client.written");
   if (s.is_ok() && deadline.expired()) s = Status(Code::deadline_exceeded, "before the commit: nothing was stored");
   if (!s.is_ok()) {
@@ -116,9 +140,9 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   }
   CommitCall call;
   call.head = h;
-  call.head.timeout_ms = head(now, key, deadline).timeout_ms;
+  call.head.timeout_ms = head(*now, key, deadline).timeout_ms;
   call.if_exists = options.if_exists;
-  for (const Reserved& r : reserved) call.replicas.push_back({r.link->node(), r.place.extent});
+  for (const Replicated& r : reserved) call.replicas.push_back({r.link->node(), r.place.extent});
   if (options.checksum) call.crc32c = checksum(data);
   call.ttl_ms = options.ttl_ms;
   *asked = true;
@@ -136,13 +160,29 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   return PutOutcome{answer->version, answer->stored};
 }
 
-// Gives extents back that this process can certainly write into no more. The others stay fenced until its session ends.
-void ClientImpl::let_go(std::vector<Reserved>& reserved) {
-  for (Reserved& r : reserved)
-    if (r.quiescent) r.link->give_back(r.place.extent);
+// All replicas at once: those elsewhere by threads of their own, ours by this one. Little is sooner written in turn.
+Status ClientImpl::write_all(std::vector<Replicated>& reserved, std::span<const iovec> data, Deadline deadline) {
+  std::vector<Status> done(reserved.size());
+  auto write = [&](size_t i) {
+    const ExtentWrite one{&reserved[i].place.pieces, data};
+    done[i] = reserved[i].link->write({&one, 1}, deadline, &reserved[i].quiescent);
+  };
+  std::vector<std::thread> others;
+  const bool in_turn = total_bytes(data) <= (256 << 10);
+  for (size_t i = 1; i < reserved.size() && !in_turn; ++i) others.emplace_back(write, i);
+  for (size_t i = 0; i < (in_turn ? reserved.size() : 1); ++i) write(i);
+  for (std::thread& other : others) other.join();
+  for (const Status& s : done) TM_TRY(s);
+  return {};
 }
 
-Result<std::vector<ClientImpl::Reserved>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
+// Gives extents back that this process can certainly write into no more. The others stay fenced until its session ends.
+void ClientImpl::let_go(std::vector<Replicated>& reserved) {
+  for (Replicated& r : reserved)
+    if (r.quiescent) r.link->give_back({r.place.extent});
+}
+
+Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
                                                               const View& view, Deadline deadline) {
   TM_ASSIGN(auto here, local(deadline));
   // Our own host first, then those with most room; one node a host.
@@ -161,12 +201,12 @@ Result<std::vector<ClientImpl::Reserved>> ClientImpl::reserve(const ReserveCall&
                                    std::to_string(hosts.size())};
   const size_t wanted = std::min<size_t>(options.replicas, hosts.size());
 
-  std::vector<Reserved> reserved;
+  std::vector<Replicated> reserved;
   Status last(Code::pool_unavailable, "this pool has no donor");
   // First without waiting, at anybody; then waiting for room where we would like it most.
   for (const bool wait : {false, true}) {
     std::vector<std::string> used;
-    for (const Reserved& r : reserved) used.push_back(r.link->host_id());
+    for (const Replicated& r : reserved) used.push_back(r.link->host_id());
     for (const NodeInfo* n : nodes) {
       if (reserved.size() == wanted) break;
       if (std::find(used.begin(), used.end(), n->host_id) != used.end()) continue;

@@ -1,5 +1,7 @@
 #include "pool/home.h"
 
+#include <array>
+
 namespace torch_mooncake::pool {
 namespace {
 
@@ -34,24 +36,54 @@ bool Home::whole(const std::vector<Spot>& spots, uint32_t parts) {
 
 // --- what is asked ---
 
+bool Home::between(const KeyHash& hash) const {
+  const auto busy = busy_.find(hash);
+  if (busy == busy_.end()) return false;
+  const Op::What what = busy->second.op.what;
+  const bool flipping = busy->second.phase == Phase::superseding && what != Op::What::expire;
+  const bool repairing = busy->second.phase != Phase::idle && what == Op::What::repair;
+  return flipping || repairing;
+}
+
+std::vector<Found::State> Home::states(std::span<const std::string_view> keys) const {
+  std::vector<Found::State> out(keys.size());
+  if (!complete()) {
+    for (size_t i = 0; i < keys.size(); ++i) out[i] = find(keys[i]).state;
+    return out;
+  }
+  constexpr size_t kTogether = 32;  // their slots are on the way from memory at once
+  std::array<KeyHash, kTogether> hashes;
+  for (size_t begin = 0; begin < keys.size(); begin += kTogether) {
+    const size_t n = std::min(kTogether, keys.size() - begin);
+    for (size_t i = 0; i < n; ++i) {
+      hashes[i] = hash(keys[begin + i]);
+      entries_.prefetch(hashes[i]);
+    }
+    for (size_t i = 0; i < n; ++i) {
+      const Index::Ref e = entries_.find(hashes[i]);
+      out[begin + i] = !busy_.empty() && between(hashes[i]) ? Found::State::later
+                       : !e || expired(e)                   ? Found::State::missing
+                                                            : Found::State::found;
+    }
+  }
+  return out;
+}
+
 Found Home::find(std::string_view key) const {
   const KeyHash h = hash(key);
   if (!complete()) {
     const auto it = candidates_.find(h);
     return it == candidates_.end() ? Found::not_yet() : served_early(it->second);
   }
-  if (const auto busy = busy_.find(h); busy != busy_.end()) {
-    const Op::What what = busy->second.op.what;
-    const bool flipping = busy->second.phase == Phase::superseding && what != Op::What::expire;
-    const bool repairing = busy->second.phase != Phase::idle && what == Op::What::repair;
-    if (flipping || repairing) return Found::not_yet();
+  if (between(h)) return Found::not_yet();
+  const Index::Ref e = entries_.find(h);
+  if (!e || expired(e)) return {};
+  Found found{Found::State::found, e.kind(), e.version(), e.parts(), e.expires_ns(), {}};
+  found.places.reserve(e.spots());
+  for (size_t i = 0; i < e.spots(); ++i) {
+    const Spot spot = e.spot(i);
+    found.places.push_back({spot.part, {donors_[spot.donor].id, spot.extent}});
   }
-  const auto it = entries_.find(h);
-  if (it == entries_.end() || expired(it->second)) return {};
-  const Entry& e = it->second;
-  Found found{Found::State::found, e.kind, e.version, e.parts, e.expires_ns, {}};
-  found.places.reserve(e.spots.size());
-  for (const Spot& spot : e.spots) found.places.push_back({spot.part, {donors_[spot.donor].id, spot.extent}});
   return found;
 }
 
@@ -76,7 +108,7 @@ void Home::unwatch(RequestId request) {
 void Home::wake(const KeyHash& hash) {
   const auto it = watches_.find(hash);
   if (it == watches_.end()) return;
-  const bool present = entries_.count(hash) != 0;
+  const bool present = static_cast<bool>(entries_.find(hash));
   std::vector<RequestId> ready;
   std::erase_if(it->second, [&](const auto& watch) {
     if (watch.second && !present) return false;
@@ -211,16 +243,16 @@ void Home::advance(const KeyHash& hash) {
 }
 
 void Home::start(const KeyHash& hash, Busy& busy, Op op) {
-  const auto existing = entries_.find(hash);
-  const bool there = existing != entries_.end();
+  const Index::Ref existing = entries_.find(hash);
+  const bool there = static_cast<bool>(existing);
   if (op.what == Op::What::expire) {
-    if (!there || existing->second.version != op.only) return;  // replaced or lost meanwhile
+    if (!there || existing.version() != op.only) return;  // replaced or lost meanwhile
     busy.op = std::move(op);
     return start_superseding(hash, busy);
   }
-  const bool exists = there && !expired(existing->second);
+  const bool exists = there && !expired(existing);
   if (op.what == Op::What::remove) {
-    if (!exists || (op.only && existing->second.version != *op.only)) {
+    if (!exists || (op.only && existing.version() != *op.only)) {
       actions_.emplace_back(RemoveDone{op.requests[0], false});
       return;
     }
@@ -230,15 +262,14 @@ void Home::start(const KeyHash& hash, Busy& busy, Op op) {
   for (const NewSpot& spot : op.spots)
     if (gone(spot.donor)) return fail_op(hash, op, {Code::peer_lost, "a donor of this object has left the pool"});
   if (exists) {
-    const Entry& e = existing->second;
-    if (e.kind != op.kind)
+    if (existing.kind() != op.kind)
       return fail_op(hash, op,
-                     {Code::invalid_argument, e.kind == Kind::sealed ? "this key is sealed: remove it first"
+                     {Code::invalid_argument, existing.kind() == Kind::sealed ? "this key is sealed: remove it first"
                                                                      : "this key is named, so it cannot be sealed"});
     if (op.if_exists == IfExists::error) return fail_op(hash, op, {Code::key_exists, "the key exists"});
     if (op.kind == Kind::sealed || op.if_exists == IfExists::keep) {
       drop(hash, op);
-      return answer(op, {}, false, e.version);
+      return answer(op, {}, false, existing.version());
     }
   }
   op.version = {view_, ++counter_};
@@ -268,8 +299,8 @@ void Home::start_marking(const KeyHash& hash, Busy& busy) {
 void Home::start_superseding(const KeyHash& hash, Busy& busy) {
   busy.phase = Phase::superseding;
   busy.outstanding = 0;
-  if (const auto it = entries_.find(hash); it != entries_.end())
-    busy.olds.insert(busy.olds.end(), it->second.spots.begin(), it->second.spots.end());
+  if (const Index::Ref e = entries_.find(hash))
+    for (size_t i = 0; i < e.spots(); ++i) busy.olds.push_back(e.spot(i));
   for (const Spot& old : busy.olds) {
     if (gone(old.donor)) continue;
     send(hash, old.donor, make_mark(Mark::What::supersede, hash, old.extent), true);
@@ -314,7 +345,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     for (RequestId request : op.requests) actions_.emplace_back(RemoveDone{request, true});
     return;
   }
-  Entry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
+  IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
   if (op.ttl_ms != 0) entry.expires_ns = now_ns_ + static_cast<int64_t>(op.ttl_ms) * kMs;
   for (const NewSpot& spot : op.spots)
     if (spot.state == NewSpot::State::committed && !gone(spot.donor)) entry.spots.push_back(spot);
@@ -323,7 +354,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     send(hash, spot.donor, make_mark(is_whole ? Mark::What::finalize : Mark::What::supersede, hash, spot.extent),
          false);
   if (is_whole) {
-    set_entry(hash, std::move(entry), std::move(op.key));
+    set_entry(hash, entry, std::move(op.key));
   } else {
     erase_entry(hash);  // evicted already, or lost with its donor
   }
@@ -435,15 +466,17 @@ void Home::forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent) {
       if (spot == gone_spot) spot.state = NewSpot::State::gone;
     std::erase_if(it->second.op.rest, [&](const Candidate& c) { return c == gone_spot; });
   }
-  const auto it = entries_.find(hash);
-  if (it == entries_.end() || std::erase(it->second.spots, gone_spot) == 0) return;
-  if (!whole(it->second.spots, it->second.parts)) lost(hash);
+  const Index::Ref known = entries_.find(hash);
+  if (!known) return;
+  IndexEntry entry = known.entry();
+  if (std::erase(entry.spots, gone_spot) == 0) return;
+  entries_.set(hash, entry);
+  if (!whole(entry.spots, entry.parts)) lost(hash);
 }
 
 // Some part of the key is nowhere: the key is gone, never its own past. What is left of it can be served by nobody.
 void Home::lost(const KeyHash& hash) {
-  const auto it = entries_.find(hash);
-  for (const Spot& spot : it->second.spots)
+  for (const Spot& spot : entries_.find(hash).entry().spots)
     if (!gone(spot.donor)) send(hash, spot.donor, make_mark(Mark::What::supersede, hash, spot.extent), false);
   erase_entry(hash);
 }
@@ -455,11 +488,12 @@ void Home::observe(bool on) {
   if (!on) changes_.clear();
 }
 
-void Home::set_entry(const KeyHash& hash, Entry entry, std::string key) {
-  forget_entry(hash);
+void Home::set_entry(const KeyHash& hash, const IndexEntry& entry, std::string key) {
+  const Index::Ref old = entries_.find(hash);
+  if (old && old.expires_ns() != INT64_MAX) expiries_.erase({old.expires_ns(), hash});
   if (observed_) changes_.push_back({hash, std::move(key), true, entry.kind, entry.version});
   if (entry.expires_ns != INT64_MAX) expiries_.emplace(entry.expires_ns, hash);
-  entries_[hash] = std::move(entry);
+  entries_.set(hash, entry);
 }
 
 void Home::erase_entry(const KeyHash& hash) {
@@ -467,10 +501,10 @@ void Home::erase_entry(const KeyHash& hash) {
 }
 
 bool Home::forget_entry(const KeyHash& hash) {
-  const auto it = entries_.find(hash);
-  if (it == entries_.end()) return false;
-  if (it->second.expires_ns != INT64_MAX) expiries_.erase({it->second.expires_ns, hash});
-  entries_.erase(it);
+  const Index::Ref old = entries_.find(hash);
+  if (!old) return false;
+  if (old.expires_ns() != INT64_MAX) expiries_.erase({old.expires_ns(), hash});
+  entries_.erase(hash);
   return true;
 }
 
@@ -480,7 +514,7 @@ void Home::expire() {
     expiries_.erase(expiries_.begin());  // its operation takes it from here
     Op op;
     op.what = Op::What::expire;
-    op.only = entries_.at(hash).version;
+    op.only = entries_.find(hash).version();
     enqueue(hash, std::move(op));
   }
 }
@@ -510,12 +544,17 @@ void Home::expel(const NodeId& node) {
 void Home::forget_donor(uint32_t donor) {
   for (auto& [hash, candidates] : candidates_)
     std::erase_if(candidates, [donor](const Candidate& c) { return c.donor == donor; });
-  std::vector<KeyHash> no_more;
-  for (auto& [hash, entry] : entries_) {
-    if (std::erase_if(entry.spots, [donor](const Spot& s) { return s.donor == donor; }) == 0) continue;
-    if (!whole(entry.spots, entry.parts)) no_more.push_back(hash);
+  std::vector<KeyHash> had;
+  entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {
+    for (size_t i = 0; i < e.spots(); ++i)
+      if (e.spot(i).donor == donor) return had.push_back(hash);
+  });
+  for (const KeyHash& hash : had) {
+    IndexEntry entry = entries_.find(hash).entry();
+    std::erase_if(entry.spots, [donor](const Spot& s) { return s.donor == donor; });
+    entries_.set(hash, entry);
+    if (!whole(entry.spots, entry.parts)) lost(hash);
   }
-  for (const KeyHash& hash : no_more) lost(hash);
   for (auto& [hash, busy] : busy_) {
     std::erase_if(busy.op.rest, [donor](const Candidate& c) { return c.donor == donor; });
     if (busy.phase == Phase::marking) std::erase_if(busy.olds, [donor](const Spot& s) { return s.donor == donor; });
@@ -563,15 +602,19 @@ void Home::tick(int64_t now_ns) {
 
 Status Home::check() const {
   for (const auto& [expires_ns, hash] : expiries_) {
-    const auto it = entries_.find(hash);
-    if (it == entries_.end() || it->second.expires_ns != expires_ns)
+    const Index::Ref e = entries_.find(hash);
+    if (!e || e.expires_ns() != expires_ns)
       return {Code::corrupt, "something that is not there is to expire"};
   }
-  for (const auto& [hash, entry] : entries_) {
-    if (!whole(entry.spots, entry.parts)) return {Code::corrupt, "an entry lacks a part"};
+  Status wrong;
+  entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {
+    const IndexEntry entry = e.entry();
+    if (!whole(entry.spots, entry.parts)) wrong = {Code::corrupt, "an entry lacks a part"};
     for (const Spot& spot : entry.spots)
-      if (gone(spot.donor)) return {Code::corrupt, "an entry points at a donor that is gone"};
-  }
+      if (gone(spot.donor)) wrong = {Code::corrupt, "an entry points at a donor that is gone"};
+    if (entries_.find(hash).version() != entry.version) wrong = {Code::corrupt, "an entry is not found"};
+  });
+  TM_TRY(wrong);
   std::map<uint64_t, uint64_t> marks;
   for (const auto& [id, out] : outstanding_) {
     if (!busy_.count(out.hash)) return {Code::corrupt, "a mark is outstanding without an operation"};

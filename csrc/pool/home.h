@@ -27,6 +27,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -34,6 +35,7 @@
 #include <vector>
 
 #include "common/api.h"
+#include "pool/index.h"
 #include "pool/messages.h"
 
 namespace torch_mooncake::pool {
@@ -113,6 +115,9 @@ class TM_API Home {
   void remove(RequestId request, std::string_view key, int64_t deadline_ns, std::optional<Version> only = {});
 
   Found find(std::string_view key) const;
+  // The states of find(), of all keys.
+  std::vector<Found::State> states(std::span<const std::string_view> keys) const;
+  size_t index_nbytes() const { return entries_.nbytes(); }
   // Ready when find() has an answer other than `later`; with `present`, when it finds something new.
   void watch(RequestId request, std::string_view key, bool present);
   void unwatch(RequestId request);
@@ -133,24 +138,6 @@ class TM_API Home {
   Status check() const;
 
  private:
-  struct HashOfHash {
-    size_t operator()(const KeyHash& h) const { return static_cast<size_t>(h[1]); }
-  };
-  struct Spot {  // an extent on a donor
-    uint32_t donor = 0;
-    uint32_t part = 0;
-    ExtentRef extent;
-    bool operator==(const Spot& o) const {
-      return donor == o.donor && extent.index == o.extent.index && extent.generation == o.extent.generation;
-    }
-  };
-  struct Entry {
-    Version version;
-    Kind kind = Kind::named;
-    uint32_t parts = 1;
-    int64_t expires_ns = INT64_MAX;
-    std::vector<Spot> spots;
-  };
   struct NewSpot : Spot {
     std::optional<uint32_t> crc32c;
     enum class State : uint8_t { prepared, committed, gone } state = State::prepared;
@@ -228,10 +215,11 @@ class TM_API Home {
   void send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait);
   Mark make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const;
   void resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, const Status& status);
-  void set_entry(const KeyHash& hash, Entry entry, std::string key = {});
+  void set_entry(const KeyHash& hash, const IndexEntry& entry, std::string key = {});
   void erase_entry(const KeyHash& hash);
   bool forget_entry(const KeyHash& hash);
-  bool expired(const Entry& entry) const { return entry.expires_ns <= now_ns_; }
+  bool expired(const Index::Ref& entry) const { return entry.expires_ns() <= now_ns_; }
+  bool between(const KeyHash& hash) const;  // two versions: who asks has to wait
   void expire();  // supersedes what has expired
   void forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent);
   void forget_donor(uint32_t donor);
@@ -254,7 +242,7 @@ class TM_API Home {
   int64_t now_ns_ = 0;
   uint32_t expected_ = 0;
   std::vector<DonorState> donors_;
-  std::unordered_map<KeyHash, Entry, HashOfHash> entries_;
+  Index entries_;
   std::set<std::pair<int64_t, KeyHash>> expiries_;  // of entries that will expire
   std::unordered_map<KeyHash, Busy, HashOfHash> busy_;
   std::unordered_map<KeyHash, Candidates, HashOfHash> candidates_;  // while not complete

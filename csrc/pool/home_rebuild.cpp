@@ -84,7 +84,6 @@ Found Home::served_early(const Candidates& candidates) const {
 void Home::judge_all() {
   if (!complete()) return;
   auto all = std::exchange(candidates_, {});
-  entries_.reserve(entries_.size() + all.size());
   for (auto& [hash, candidates] : all) judge(hash, std::move(candidates));
   std::vector<KeyHash> waiting;
   for (const auto& [hash, busy] : busy_)
@@ -161,9 +160,9 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
   const bool all_marked = std::all_of(op.spots.begin(), op.spots.end(),
                                       [](const NewSpot& s) { return s.state == NewSpot::State::committed; });
   if (all_marked && olds.empty()) {
-    Entry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
+    IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
     for (const NewSpot& spot : op.spots) entry.spots.push_back(spot);
-    set_entry(hash, std::move(entry));
+    set_entry(hash, entry);
     for (const Candidate& c : chosen->second)
       if (c.state != ExtentState::final) send(hash, c.donor, make_mark(Mark::What::finalize, hash, c.extent), false);
     return;
@@ -198,10 +197,12 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
   for (const Announced& a : extents)
     if (is_stored(a.state)) there.emplace(a.extent.index, a.extent.generation);
   std::vector<std::pair<KeyHash, ExtentRef>> missing;
-  for (const auto& [hash, entry] : entries_)
-    for (const Spot& spot : entry.spots)
-      if (spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
+  entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {
+    for (size_t i = 0; i < e.spots(); ++i)
+      if (const Spot spot = e.spot(i);
+          spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
         missing.emplace_back(hash, spot.extent);
+  });
   for (const auto& [hash, busy] : busy_) {
     auto check = [&, h = hash](const Spot& spot, bool stored) {
       if (spot.donor == donor && stored && !there.count({spot.extent.index, spot.extent.generation}))
@@ -225,20 +226,20 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
       send(h, donor, mark, false);
       continue;
     }
-    const auto entry = entries_.find(h);
-    if (entry != entries_.end() &&
-        std::find(entry->second.spots.begin(), entry->second.spots.end(), spot) != entry->second.spots.end())
-      continue;
+    const Index::Ref known = entries_.find(h);
+    IndexEntry entry = known ? known.entry() : IndexEntry{};
+    if (std::find(entry.spots.begin(), entry.spots.end(), spot) != entry.spots.end()) continue;
     if (asked.count({a.extent.index, a.extent.generation})) continue;
     const auto busy = busy_.find(h);
     if (busy != busy_.end() && needs(busy->second, spot)) continue;
     // The directory is complete: it knows every named extent that counts.
-    const bool free_key = entry == entries_.end() && busy == busy_.end();
-    const bool copy = entry != entries_.end() && entry->second.kind == Kind::sealed && entry->second.parts == 1;
+    const bool free_key = !known && busy == busy_.end();
+    const bool copy = known && entry.kind == Kind::sealed && entry.parts == 1;
     if (a.kind != Kind::sealed || a.parts != 1 || !(free_key || copy)) {
       send(h, donor, make_mark(Mark::What::supersede, h, a.extent), false);
     } else if (copy) {
-      entry->second.spots.push_back(spot);
+      entry.spots.push_back(spot);
+      entries_.set(h, entry);
     } else {
       const int64_t expires_ns = a.left_ms ? now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000 : INT64_MAX;
       set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}});

@@ -16,14 +16,17 @@ enum Method : uint16_t {
   kView,
   kReserve,
   kGiveBack,
-  kPutInline,
+  kReserveMany,
+  kPutMany,
   kBegin,
   kCommit,
-  kRemove,
+  kRemoveMany,
   kLookup,
+  kExists,
   kDescribe,
   kKeys,
   kStat,
+  kTouch,
   kJoin = 220,
   kAnnounce,
   kBeat,
@@ -216,9 +219,19 @@ struct AttachAnswer {
   Id128 slots{};
   std::vector<std::string> descriptors;  // without map: regions of the same segments
   View view;
+  int64_t now_ns = 0;  // the node's steady clock: who is on its host and has the same may believe its page of times
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(node)(session)(mapped)(segments, kMaxNodes)(slots)(descriptors, kMaxNodes)(view);
+    ar(node)(session)(mapped)(segments, kMaxNodes)(slots)(descriptors, kMaxNodes)(view)(now_ns);
+  }
+};
+// Uses of extents that their reader found without asking, for eviction. Posted.
+struct TouchCall {
+  static constexpr const char* kName = "touch";
+  std::vector<ExtentRef> extents;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(extents, kMaxBatch);
   }
 };
 struct DetachRequest {
@@ -274,22 +287,10 @@ struct ReserveAnswer {
 struct GiveBackCall {
   static constexpr const char* kName = "give back";
   SessionId session = 0;
-  ExtentRef extent;
+  std::vector<ExtentRef> extents;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(session)(extent);
-  }
-};
-struct PutInlineCall {
-  static constexpr const char* kName = "inline put";
-  PutHead head;
-  IfExists if_exists = IfExists::replace;
-  std::string meta, label, data;
-  bool checksum = false;
-  uint64_t ttl_ms = 0;  // 0: never
-  template <typename Ar>
-  void fields(Ar& ar) {
-    ar(head)(if_exists)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(data, kInlineLimit)(checksum)(ttl_ms);
+    ar(session)(extents, kMaxBatch);
   }
 };
 struct BeginCall {  // of an object of several writers: who has the same label joins the same transaction
@@ -340,27 +341,6 @@ struct CommitAnswer {
   }
 };
 
-struct KeyCall {  // remove
-  static constexpr const char* kName = "key";
-  uint64_t view = 0;
-  uint32_t shard = 0;
-  std::string key;
-  uint32_t timeout_ms = 0;
-  std::optional<Version> only;  // of this version; another is "not there"
-  template <typename Ar>
-  void fields(Ar& ar) {
-    ar(view)(shard)(key, kMaxKeyBytes)(timeout_ms)(only);
-  }
-};
-struct RemoveAnswer {
-  static constexpr const char* kName = "remove answer";
-  bool removed = false;
-  template <typename Ar>
-  void fields(Ar& ar) {
-    ar(removed);
-  }
-};
-
 struct LookupKey {
   uint32_t shard = 0;
   std::string key;
@@ -374,12 +354,20 @@ struct LookupCall {
   uint64_t view = 0;
   std::vector<LookupKey> keys;
   bool describe = false;  // also say what the home's own donor knows of each; counts as a use
+  bool data = false;      // with describe: the value too, up to kInlineLimit
   bool present = false;   // answer when all keys are there (with at least that version), or at the timeout
   std::optional<Version> at_least;
   uint32_t timeout_ms = 0;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(keys, kMaxBatch)(describe)(present)(at_least)(timeout_ms);
+    ar(view)(keys, kMaxBatch)(describe)(data)(present)(at_least)(timeout_ms);
+  }
+};
+struct InlineData {
+  std::string bytes;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(bytes, kInlineLimit);
   }
 };
 struct Description {
@@ -387,9 +375,10 @@ struct Description {
   std::string meta, label;
   std::optional<uint32_t> crc32c;
   std::vector<Piece> pieces;
+  std::optional<InlineData> data;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(crc32c)(pieces, kMaxPieces);
+    ar(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(crc32c)(pieces, kMaxPieces)(data);
   }
 };
 struct Place {
@@ -479,9 +468,10 @@ struct DescribeCall {
   static constexpr const char* kName = "describe";
   uint64_t view = 0;
   std::vector<EvictedExtent> extents;  // key and extent
+  bool data = false;                   // as in LookupCall
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(extents, kMaxBatch);
+    ar(view)(extents, kMaxBatch)(data);
   }
 };
 struct DescribeAnswer {

@@ -29,6 +29,7 @@ class TM_API PinPage {
   uint32_t pinned() const;
   // The generation word now, with acquire order, for validating a copy after the data was read.
   bool valid(ExtentRef extent) const;
+  const Mapping& table() const { return *table_; }
 
  private:
   PinPage() = default;

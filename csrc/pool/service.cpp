@@ -71,6 +71,7 @@ Status NodeServiceImpl::start_home() {
     expected_until_[NodeId{}] = until;
   }
   write_view_record(*table_map_, {home_->view(), last.members, last.all});
+  publish_counted(*table_map_, steady_ns());
   strand_.run([this] {
     home_->at(steady_ns());
     home_->announce(self_.id, announcements());
@@ -86,11 +87,13 @@ void NodeServiceImpl::register_methods() {
   method(kView, &NodeServiceImpl::on_view);
   method(kReserve, &NodeServiceImpl::on_reserve);
   method(kGiveBack, &NodeServiceImpl::on_give_back);
-  method(kPutInline, &NodeServiceImpl::on_put_inline);
+  method(kReserveMany, &NodeServiceImpl::on_reserve_many);
+  method(kPutMany, &NodeServiceImpl::on_put_many);
   method(kBegin, &NodeServiceImpl::on_begin);
   method(kCommit, &NodeServiceImpl::on_commit);
-  method(kRemove, &NodeServiceImpl::on_remove);
+  method(kRemoveMany, &NodeServiceImpl::on_remove_many);
   method(kLookup, &NodeServiceImpl::on_lookup);
+  method(kExists, &NodeServiceImpl::on_exists);
   method(kDescribe, &NodeServiceImpl::on_describe);
   method(kKeys, &NodeServiceImpl::on_keys);
   method(kStat, &NodeServiceImpl::on_stat);
@@ -98,6 +101,7 @@ void NodeServiceImpl::register_methods() {
   method(kPrefix, &NodeServiceImpl::on_prefix);
   method(kRefresh, &NodeServiceImpl::on_refresh);
   method(kEvents, &NodeServiceImpl::on_events);
+  method(kTouch, &NodeServiceImpl::on_touch);
   method(kJoin, &NodeServiceImpl::on_join);
   method(kAnnounce, &NodeServiceImpl::on_announce);
   method(kBeat, &NodeServiceImpl::on_beat);
@@ -125,6 +129,7 @@ void NodeServiceImpl::on_attach(const rpc::SessionPtr& session, AttachRequest re
   answer.session = random_u64() | 1;
   answer.mapped = request.map && session->same_host() && !lanes.empty() && lanes[0]->is_unix();
   answer.view = leader_ ? make_view() : view_;
+  answer.now_ns = steady_ns();
   const auto segments = donor_->segments();
   std::vector<UniqueFd> fds;
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -251,6 +256,11 @@ void NodeServiceImpl::tick() {
     donor_->drop_txn(it->first);  // no effect on what was committed; else fenced until its writer lets go
     it = reserved_until_.erase(it);
   }
+  std::erase_if(reserved_batches_, [&](const ReservedBatch& batch) {
+    if (batch.until_ns > now) return false;
+    for (uint32_t i = 0; i < batch.items; ++i) donor_->drop_txn(txn_of(batch.txn, i));
+    return true;
+  });
   donor_->sweep(now);
   retry_reservations();
   std::erase_if(waiting_, [&](const WaitingReserve& w) {
@@ -265,6 +275,7 @@ void NodeServiceImpl::tick() {
     return true;
   });
   if (!leader_) return;
+  publish_counted(*table_map_, now);
   watch_members(now);
   home_->tick(now);
   tick_events(now);
@@ -285,7 +296,10 @@ void NodeServiceImpl::tick() {
 // --- the end ---
 
 Status NodeServiceImpl::drain(Deadline deadline) {
-  strand_.run_and_wait([this] { draining_ = true; });
+  strand_.run_and_wait([this] {
+    draining_ = true;
+    if (!leader_) publish_counted(*table_map_, 0);  // from here on the leader may give its keys to others
+  });
   size_t open = 1;
   while (open && !deadline.expired()) {
     if (!strand_.run_and_wait([&] { open = donor_->prepared().size(); })) break;

@@ -1,7 +1,8 @@
 // The one implementation of NodeService. Everything but the membership thread runs on one Strand: the donor, the home
 // (if this node is the leader) and all books kept here need no locks.
 //   service.cpp          life cycle, client sessions, time
-//   service_put.cpp      reserve, give back, inline put, begin, commit, remove
+//   service_put.cpp      reserve, give back, begin, commit
+//   service_batch.cpp    the same of many keys, inline puts, removals, exists
 //   service_lookup.cpp   lookup, describe, keys, stat
 //   service_chains.cpp   what concerns chains of keys: prefix, refresh
 //   service_events.cpp   the stream of what becomes of keys
@@ -17,6 +18,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "pool/batch_messages.h"
 #include "pool/home.h"
 #include "pool/node_service.h"
 #include "pool/strand.h"
@@ -51,8 +53,21 @@ class NodeServiceImpl final : public NodeService {
     ResponderPtr responder;
     int64_t deadline_ns = 0;
   };
+  struct ReservedBatch {
+    TxnId txn{};
+    uint32_t items = 0;
+    int64_t until_ns = 0;
+  };
+  // Questions of one message whose answers come one by one; those of request ids [first, first + answer.items.size()).
+  template <typename Answer>
+  struct Batch {
+    Answer answer;
+    size_t left = 0;
+    ResponderPtr responder;
+  };
   struct PendingLookup {
     LookupCall call;
+    bool exists_only = false;
     ResponderPtr responder;
     int64_t deadline_ns = 0;
   };
@@ -64,7 +79,8 @@ class NodeServiceImpl final : public NodeService {
     bool announced = false;
   };
 
-  // Registers a method whose body is a T: decoded, then run on the strand.
+  // Registers a method whose body is a T: decoded, then run on the strand. The body stays as long as the message, whose
+  // texts may be views of it.
   template <typename T>
   void method(Method id, void (NodeServiceImpl::*fn)(const rpc::SessionPtr&, T, ResponderPtr));
   void register_methods();
@@ -85,16 +101,23 @@ class NodeServiceImpl final : public NodeService {
   // service_put.cpp
   void on_reserve(const rpc::SessionPtr&, ReserveCall, ResponderPtr);
   void on_give_back(const rpc::SessionPtr&, GiveBackCall, ResponderPtr);
-  void on_put_inline(const rpc::SessionPtr&, PutInlineCall, ResponderPtr);
   void on_begin(const rpc::SessionPtr&, BeginCall, ResponderPtr);
   void on_commit(const rpc::SessionPtr&, CommitCall, ResponderPtr);
-  void on_remove(const rpc::SessionPtr&, KeyCall, ResponderPtr);
   Result<Reservation> reserve(const PutHead& head, uint64_t nbytes, std::string meta, std::string label,
                               SessionId writer);
+  Result<Reservation> reserve(const ReserveRequest& request);
   void retry_reservations();
   void commit(const CommitCall& call, std::function<void(const Result<CommitAnswer>&)> done);
   Status need_home(uint64_t view) const;
   static Status check_ttl(uint64_t ttl_ms);
+
+  // service_batch.cpp
+  void on_reserve_many(const rpc::SessionPtr&, ReserveManyCall, ResponderPtr);
+  void on_put_many(const rpc::SessionPtr&, PutManyCall, ResponderPtr);
+  void on_remove_many(const rpc::SessionPtr&, RemoveManyCall, ResponderPtr);
+  void on_exists(const rpc::SessionPtr&, ExistsCall, ResponderPtr);
+  void batch_done(const CommitDone& done);
+  void batch_done(const RemoveDone& done);
 
   // service_lookup.cpp
   void on_lookup(const rpc::SessionPtr&, LookupCall, ResponderPtr);
@@ -103,8 +126,9 @@ class NodeServiceImpl final : public NodeService {
   void on_stat(const rpc::SessionPtr&, Empty, ResponderPtr);
   void on_drain(const rpc::SessionPtr&, Empty, ResponderPtr);
   Status readiness() const;
+  void on_touch(const rpc::SessionPtr&, TouchCall, ResponderPtr);
   void look_up(RequestId request);
-  std::optional<Description> describe(ExtentRef extent, const std::string& key, bool use);
+  std::optional<Description> describe(ExtentRef extent, const std::string& key, bool data);
 
   // service_chains.cpp
   void on_prefix(const rpc::SessionPtr&, PrefixCall, ResponderPtr);
@@ -134,6 +158,7 @@ class NodeServiceImpl final : public NodeService {
   void watch_members(int64_t now_ns);
 
   // service_join.cpp
+  void counted(int64_t at_ns);  // the leader counted this node among the pool's at that time
   void membership_thread();
   Status be_member();  // until the connection is lost or the service closes
   Status announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer);
@@ -163,6 +188,7 @@ class NodeServiceImpl final : public NodeService {
   int clients_told_ = 0;
   std::deque<WaitingReserve> waiting_;
   std::map<TxnId, int64_t> reserved_until_;
+  std::vector<ReservedBatch> reserved_batches_;
   std::vector<EvictedExtent> evicted_;
   NodeActivity done_;  // the counts; the rest is filled in when asked
 
@@ -171,7 +197,8 @@ class NodeServiceImpl final : public NodeService {
   uint64_t seed_ = 0;
   RequestId next_request_ = 1;
   std::unordered_map<RequestId, std::function<void(const Result<CommitAnswer>&)>> commits_;
-  std::unordered_map<RequestId, ResponderPtr> removes_;
+  std::map<RequestId, Batch<PutManyAnswer>> put_batches_;  // by the first request
+  std::map<RequestId, Batch<RemoveManyAnswer>> remove_batches_;
   std::unordered_map<RequestId, PendingLookup> lookups_;
   std::map<NodeId, Member> members_;
   std::map<NodeId, int64_t> expected_until_;
@@ -210,12 +237,18 @@ void NodeServiceImpl::method(Method id, void (NodeServiceImpl::*fn)(const rpc::S
   engine_->rpc().handle(
       id, rpc::RunOn::inline_io,
       [this, fn](const rpc::SessionPtr& session, rpc::Message request, rpc::Responder responder) {
-        auto message = decode<T>(request.body);
-        if (!message.is_ok()) return responder.fail(message.status());
-        auto shared = std::make_shared<rpc::Responder>(std::move(responder));
-        strand_.run([this, fn, session, shared, message = std::make_shared<T>(std::move(message).value())]() mutable {
+        struct Arrived {
+          std::string body;
+          Result<T> message;
+          rpc::Responder responder;
+        };
+        auto arrived = std::make_shared<Arrived>(Arrived{std::move(request.body), T{}, std::move(responder)});
+        arrived->message = decode<T>(arrived->body);
+        if (!arrived->message.is_ok()) return arrived->responder.fail(arrived->message.status());
+        strand_.run([this, fn, session, arrived] {
           if (home_) home_->at(steady_ns());
-          (this->*fn)(session, std::move(*message), std::move(shared));
+          // The responder keeps what the message's texts point into.
+          (this->*fn)(session, std::move(arrived->message).value(), ResponderPtr(arrived, &arrived->responder));
           pump();
         });
       });

@@ -2,6 +2,7 @@
 // thread, asleep between heartbeats.
 #include "common/log.h"
 #include "pool/service_impl.h"
+#include "pool/view_record.h"
 
 namespace torch_mooncake::pool {
 
@@ -45,11 +46,16 @@ Status NodeServiceImpl::be_member() {
     TM_ASSIGN(auto reply, leader->call_sync(kBeat, encode(beat), Deadline::after_ms(kLeaseMs)));
     TM_ASSIGN(BeatAnswer news, decode<BeatAnswer>(reply.body));
     strand_.run([this, sent_ns, news] {
-      lease_until_ns_ = sent_ns + kLeaseMs * 1'000'000;
+      counted(sent_ns);
       if (news.view && news.view->number > view_.number) view_ = *news.view;
     });
   }
   return {};
+}
+
+void NodeServiceImpl::counted(int64_t at_ns) {
+  lease_until_ns_ = at_ns + kLeaseMs * 1'000'000;
+  if (!draining_) publish_counted(*table_map_, at_ns);
 }
 
 // The donor's table is copied and evictions are reported from one moment on, so that nothing falls between.
@@ -78,7 +84,7 @@ Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAns
   }
   strand_.run_and_wait([&] {
     if (view.number > view_.number) view_ = view;
-    lease_until_ns_ = sent_ns + kLeaseMs * 1'000'000;
+    counted(sent_ns);
   });
   return {};
 }

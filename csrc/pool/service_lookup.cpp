@@ -6,13 +6,17 @@ namespace {
 
 constexpr size_t kAnswerBytes = 8 << 20;  // of the 16 MiB that a message may have
 
+size_t answer_bytes(const Description& d) {
+  return d.meta.size() + 32 * d.pieces.size() + (d.data ? d.data->bytes.size() : 0);
+}
+
 }  // namespace
 
 void NodeServiceImpl::on_lookup(const rpc::SessionPtr&, LookupCall call, ResponderPtr responder) {
   if (const Status s = need_home(call.view); !s.is_ok()) return responder->fail(s);
   const RequestId request = next_request_++;
   const int64_t deadline = steady_ns() + int64_t{call.timeout_ms} * 1'000'000;
-  lookups_[request] = {std::move(call), std::move(responder), deadline};
+  lookups_[request] = {std::move(call), false, std::move(responder), deadline};
   look_up(request);
 }
 
@@ -35,6 +39,13 @@ void NodeServiceImpl::look_up(RequestId request) {
     waits = true;
   }
   if (waits) return;
+  if (lookup.exists_only) {
+    ExistsAnswer there;
+    for (const Found& f : found) there.there.push_back(f.state == Found::State::found);
+    lookup.responder->ok(encode(there));
+    lookups_.erase(it);
+    return;
+  }
   LookupAnswer answer;
   answer.view = home_->view();
   size_t bytes = 0;
@@ -50,8 +61,8 @@ void NodeServiceImpl::look_up(RequestId request) {
     for (const auto& [part, at] : f.places) {
       Place place{part, at, {}};
       if (call.describe && at.node == self_.id) {
-        place.description = describe(at.extent, call.keys[i].key, true);
-        if (place.description) bytes += place.description->meta.size() + 32 * place.description->pieces.size();
+        place.description = describe(at.extent, call.keys[i].key, call.data);
+        if (place.description) bytes += answer_bytes(*place.description);
       }
       bytes += 128;
       entry.places.push_back(std::move(place));
@@ -65,15 +76,20 @@ void NodeServiceImpl::look_up(RequestId request) {
   lookups_.erase(it);
 }
 
-std::optional<Description> NodeServiceImpl::describe(ExtentRef extent, const std::string& key, bool use) {
+std::optional<Description> NodeServiceImpl::describe(ExtentRef extent, const std::string& key, bool data) {
   auto a = donor_->describe(extent);
   if (!a.is_ok() || a->key != key) return std::nullopt;
-  if (use) donor_->touch(extent);
+  donor_->touch(extent);
   Description d;
   d.nbytes = a->nbytes;
   d.meta = std::move(a->meta);
   d.label = std::move(a->label);
   if (a->has_crc) d.crc32c = a->crc32c;
+  if (data && a->nbytes <= kInlineLimit) {
+    d.data.emplace();
+    for (const Piece& piece : a->pieces)
+      d.data->bytes.append(reinterpret_cast<const char*>(data_maps_[piece.segment]->data + piece.offset), piece.nbytes);
+  }
   d.pieces = std::move(a->pieces);
   return d;
 }
@@ -84,10 +100,15 @@ void NodeServiceImpl::on_describe(const rpc::SessionPtr&, DescribeCall call, Res
   size_t bytes = 0;
   for (const EvictedExtent& e : call.extents) {
     if (bytes >= kAnswerBytes) break;
-    answer.descriptions.push_back(describe(e.extent, e.key, true));
-    if (const auto& d = answer.descriptions.back()) bytes += d->meta.size() + 32 * d->pieces.size() + 64;
+    answer.descriptions.push_back(describe(e.extent, e.key, call.data));
+    if (const auto& d = answer.descriptions.back()) bytes += answer_bytes(*d) + 64;
   }
   responder->ok(encode(answer));
+}
+
+void NodeServiceImpl::on_touch(const rpc::SessionPtr&, TouchCall call, ResponderPtr responder) {
+  for (const ExtentRef& extent : call.extents) donor_->touch(extent);
+  responder->ok();
 }
 
 void NodeServiceImpl::on_keys(const rpc::SessionPtr&, KeysCall call, ResponderPtr responder) {

@@ -104,16 +104,12 @@ void NodeServiceImpl::pump() {
       if (auto* send = std::get_if<SendMark>(&action)) {
         send_mark(*send);
       } else if (auto* done = std::get_if<CommitDone>(&action)) {
-        if (auto node = commits_.extract(done->request)) node.mapped()(done->result);
+        if (auto node = commits_.extract(done->request))
+          node.mapped()(done->result);
+        else
+          batch_done(*done);
       } else if (auto* removed = std::get_if<RemoveDone>(&action)) {
-        auto node = removes_.extract(removed->request);
-        if (!node) continue;
-        if (removed->result.is_ok()) {
-          done_.removals += *removed->result;
-          node.mapped()->ok(encode(RemoveAnswer{*removed->result}));
-        } else {
-          node.mapped()->fail(removed->result.status());
-        }
+        batch_done(*removed);
       } else {
         const RequestId request = std::get<Ready>(action).request;
         home_->unwatch(request);

@@ -1,8 +1,6 @@
-// Puts and removals, as donor (reserve, give back, inline) and as home (begin, commit, remove).
-#include "common/crc32c.h"
+// Puts of one object, as donor (reserve, give back) and as home (begin, commit). Batches: service_batch.cpp.
 #include "common/failpoint.h"
 #include "common/random.h"
-#include "memory/copy.h"
 #include "pool/service_impl.h"
 
 namespace torch_mooncake::pool {
@@ -27,13 +25,18 @@ Result<Reservation> NodeServiceImpl::reserve(const PutHead& head, uint64_t nbyte
   request.meta = std::move(meta);
   request.label = std::move(label);
   request.writer = writer;
-  auto reservation = donor_->reserve(request);
-  done_.refusals += reservation.status().code() == Code::pool_full;
+  auto reservation = reserve(request);
   if (reservation.is_ok()) {
-    ++done_.reservations;
     int64_t& until = reserved_until_[head.txn];
     until = std::max(until, deadline_of(head.timeout_ms) + kReserveGraceNs);
   }
+  return reservation;
+}
+
+Result<Reservation> NodeServiceImpl::reserve(const ReserveRequest& request) {
+  auto reservation = donor_->reserve(request);
+  done_.refusals += reservation.status().code() == Code::pool_full;
+  done_.reservations += reservation.is_ok();
   return reservation;
 }
 
@@ -81,39 +84,14 @@ void NodeServiceImpl::on_give_back(const rpc::SessionPtr& session, GiveBackCall 
   const auto client = clients_.find(call.session);
   if (client == clients_.end() || client->second.session.lock() != session)
     return responder->fail({Code::invalid_argument, "not a session of this connection"});
-  const Status s = donor_->give_back(call.extent, call.session);
-  // Gone, or committed meanwhile: nothing of it is the writer's any more.
-  if (s.is_ok() || s.code() == Code::key_not_found || s.code() == Code::invalid_argument) {
-    retry_reservations();
-    return responder->ok();
+  Status last;
+  for (const ExtentRef& extent : call.extents) {
+    const Status s = donor_->give_back(extent, call.session);
+    // Gone, or committed meanwhile: nothing of it is the writer's any more.
+    if (!s.is_ok() && s.code() != Code::key_not_found && s.code() != Code::invalid_argument) last = s;
   }
-  responder->fail(s);
-}
-
-// Reserve, write and commit in one call, at the node that is donor and home.
-void NodeServiceImpl::on_put_inline(const rpc::SessionPtr&, PutInlineCall call, ResponderPtr responder) {
-  if (const Status s = usable(); !s.is_ok()) return responder->fail(s);
-  if (const Status s = need_home(call.head.view); !s.is_ok()) return responder->fail(s);
-  if (!call.head.sound() || call.head.parts != 1)
-    return responder->fail({Code::invalid_argument, "an inline put has a key and one part"});
-  if (const Status s = check_ttl(call.ttl_ms); !s.is_ok()) return responder->fail(s);
-  auto reservation = reserve(call.head, call.data.size(), std::move(call.meta), std::move(call.label), 0);
-  if (!reservation.is_ok()) return responder->fail(reservation.status());
-  const char* from = call.data.data();
-  for (const Piece& piece : reservation->pieces) {
-    copy_bytes(data_maps_[piece.segment]->data + piece.offset, from, piece.nbytes);
-    from += piece.nbytes;
-  }
-  CommitCall commit_call;
-  commit_call.head = std::move(call.head);
-  commit_call.if_exists = call.if_exists;
-  commit_call.ttl_ms = call.ttl_ms;
-  commit_call.replicas = {{self_.id, reservation->extent}};
-  if (call.checksum) commit_call.crc32c = crc32c(call.data.data(), call.data.size());
-  commit(commit_call, [responder](const Result<CommitAnswer>& result) {
-    if (result.is_ok()) return responder->ok(encode(*result));
-    responder->fail(result.status());
-  });
+  retry_reservations();
+  respond(*responder, last);
 }
 
 Status NodeServiceImpl::check_ttl(uint64_t ttl_ms) {
@@ -155,13 +133,6 @@ void NodeServiceImpl::on_commit(const rpc::SessionPtr&, CommitCall call, Respond
     if (result.is_ok()) return responder->ok(encode(*result));
     responder->fail(result.status());
   });
-}
-
-void NodeServiceImpl::on_remove(const rpc::SessionPtr&, KeyCall call, ResponderPtr responder) {
-  if (const Status s = need_home(call.view); !s.is_ok()) return responder->fail(s);
-  const RequestId request = next_request_++;
-  removes_[request] = std::move(responder);
-  home_->remove(request, call.key, deadline_of(call.timeout_ms), call.only);
 }
 
 }  // namespace torch_mooncake::pool

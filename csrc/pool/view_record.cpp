@@ -18,7 +18,8 @@ struct Stored {
   NodeId ids[kViewRecordMembers];
   uint32_t crc;  // of all before
 };
-static_assert(sizeof(TableHeader) <= kViewRecordOffset);
+constexpr size_t kCountedOffset = 1024;
+static_assert(sizeof(TableHeader) <= kCountedOffset && kCountedOffset + sizeof(int64_t) <= kViewRecordOffset);
 static_assert(kViewRecordOffset + 2 * sizeof(Stored) <= kTableHeaderBytes);
 
 Stored* copies(std::byte* table) { return reinterpret_cast<Stored*>(table + kViewRecordOffset); }
@@ -53,6 +54,14 @@ void write_view_record(Mapping& table, const ViewRecord& record) {
   const int older = !sound(both[0]) ? 0 : !sound(both[1]) ? 1 : both[0].view > both[1].view;
   std::memcpy(&both[older], &s, sizeof s);
   std::atomic_thread_fence(std::memory_order_release);
+}
+
+void publish_counted(Mapping& table, int64_t at_ns) {
+  std::atomic_ref(*reinterpret_cast<int64_t*>(table.data + kCountedOffset)).store(at_ns, std::memory_order_seq_cst);
+}
+
+int64_t counted_ns(const Mapping& table) {
+  return std::atomic_ref(*reinterpret_cast<int64_t*>(table.data + kCountedOffset)).load(std::memory_order_seq_cst);
 }
 
 }  // namespace torch_mooncake::pool

@@ -1,5 +1,11 @@
-// What a leader remembers of its last view over a restart of its worker: it lies in the header page of its donor's
-// table segment, which the keeper holds. Two copies, written in turn, each with a checksum: a crash leaves one whole.
+// What a node keeps in the header page of its donor's table segment, beside the table's own header.
+//
+// ViewRecord: what a leader remembers of its last view over a restart of its worker. Two copies, written in turn, each
+// with a checksum: a crash leaves one whole.
+//
+// The time when the leader last counted this node among the pool's (by this host's steady clock), which clients on this
+// host read: no other donor has been given what is here before kExpelMs after it. So a location that was looked up
+// once is good as long as its generation word is what it was, and this time is not long ago.
 #pragma once
 
 #include <vector>
@@ -20,5 +26,8 @@ inline constexpr size_t kViewRecordMembers = 60;
 
 ViewRecord read_view_record(const Mapping& table);
 void write_view_record(Mapping& table, const ViewRecord& record);
+
+void publish_counted(Mapping& table, int64_t at_ns);  // 0: not any more
+int64_t counted_ns(const Mapping& table);
 
 }  // namespace torch_mooncake::pool

@@ -15,7 +15,7 @@
 
 namespace torch_mooncake::pool {
 
-inline constexpr uint8_t kMessageFormat = 2;
+inline constexpr uint8_t kMessageFormat = 3;
 
 // The last valid value of each enum that travels.
 constexpr auto last_value(Kind) { return Kind::sealed; }
@@ -42,6 +42,10 @@ class FieldWriter {
     out_.put(std::string_view(text));
     return *this;
   }
+  FieldWriter& operator()(std::string_view text, size_t) {
+    out_.put(text);
+    return *this;
+  }
   FieldWriter& operator()(const ExtentRef& ref) { return (*this)(ref.index)(ref.generation); }
   FieldWriter& operator()(const Piece& p) { return (*this)(p.segment)(p.offset)(p.nbytes); }
   FieldWriter& operator()(const Version& v) { return (*this)(v.view)(v.counter); }
@@ -49,7 +53,7 @@ class FieldWriter {
   FieldWriter& operator()(const std::vector<T>& items, size_t) {
     out_.put(static_cast<uint32_t>(items.size()));
     for (const T& item : items) {
-      if constexpr (std::is_same_v<T, std::string>) {
+      if constexpr (std::is_convertible_v<T, std::string_view>) {
         (*this)(item, 0);
       } else {
         (*this)(item);
@@ -97,6 +101,11 @@ class FieldReader {
     if (ok()) text.assign(view);
     return *this;
   }
+  FieldReader& operator()(std::string_view& text, size_t limit) {  // of the body, which has to stay
+    text = in_.get_bytes();
+    require(text.size() <= limit);
+    return *this;
+  }
   FieldReader& operator()(ExtentRef& ref) { return (*this)(ref.index)(ref.generation); }
   FieldReader& operator()(Piece& p) { return (*this)(p.segment)(p.offset)(p.nbytes); }
   FieldReader& operator()(Version& v) { return (*this)(v.view)(v.counter); }
@@ -107,7 +116,7 @@ class FieldReader {
     items.clear();
     for (uint32_t i = 0; i < n && ok(); ++i) {
       items.emplace_back();
-      if constexpr (std::is_same_v<T, std::string>) {
+      if constexpr (std::is_convertible_v<T, std::string_view>) {
         (*this)(items.back(), kMaxKeyBytes);
       } else {
         (*this)(items.back());

@@ -41,9 +41,9 @@ PyClient connect(std::string address, std::string token, std::string name, std::
   return PyClient(std::move(result).value());
 }
 
-nb::tuple put(PyClient& client, std::string key, nb::bytes meta, nb::sequence data, bool sealed, std::string if_exists,
-              uint32_t replicas, bool replicas_lenient, std::string label, uint32_t part, uint32_t parts,
-              std::string group, bool checksum, uint64_t ttl_ms, int64_t deadline_ns) {
+pool::PutOptions put_options(bool sealed, std::string if_exists, uint32_t replicas, bool replicas_lenient,
+                             std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum,
+                             uint64_t ttl_ms) {
   pool::PutOptions options;
   options.kind = sealed ? pool::Kind::sealed : pool::Kind::named;
   if (if_exists == "replace")
@@ -62,11 +62,219 @@ nb::tuple put(PyClient& client, std::string key, nb::bytes meta, nb::sequence da
   options.group = std::move(group);
   options.checksum = checksum;
   options.ttl_ms = ttl_ms;
+  return options;
+}
+
+// The named tuples that pool.py makes of outcomes: filled here, because a batch makes thousands.
+struct ResultTypes {
+  PyTypeObject *version = nullptr, *put_result = nullptr;
+};
+ResultTypes& result_types() {
+  static ResultTypes types;
+  return types;
+}
+nb::object named_tuple(PyTypeObject* type, std::initializer_list<PyObject*> items) {  // steals the items
+  PyObject* tuple = type->tp_alloc(type, static_cast<Py_ssize_t>(items.size()));
+  if (!tuple) throw nb::python_error();
+  Py_ssize_t i = 0;
+  for (PyObject* item : items) PyTuple_SET_ITEM(tuple, i++, item);
+  return nb::steal(tuple);
+}
+nb::object put_result(const pool::PutOutcome& outcome, uint64_t nbytes) {
+  nb::object version = named_tuple(result_types().version, {PyLong_FromUnsignedLongLong(outcome.version.view),
+                                                            PyLong_FromUnsignedLongLong(outcome.version.counter)});
+  return named_tuple(result_types().put_result,
+                     {version.release().ptr(), PyBool_FromLong(outcome.stored), PyLong_FromUnsignedLongLong(nbytes)});
+}
+
+nb::object put(PyClient& client, std::string_view key, nb::bytes meta, nb::sequence data,
+               const pool::PutOptions& options, int64_t deadline_ns) {
   Buffers buffers(data, /*writable=*/false);
-  auto outcome = unwrap(without_gil([&] {
-    return client->put(key, {meta.c_str(), meta.size()}, buffers.iov(), options, deadline_at(deadline_ns));
-  }));
-  return nb::make_tuple(pair_of(outcome.version), outcome.stored);
+  uint64_t nbytes = 0;
+  for (const iovec& v : buffers.iov()) nbytes += v.iov_len;
+  return put_result(unwrap(without_gil([&] {
+                      return client->put(key, {meta.c_str(), meta.size()}, buffers.iov(), options,
+                                         deadline_at(deadline_ns));
+                    })),
+                    nbytes);
+}
+
+std::string_view text_of(PyObject* object) {
+  Py_ssize_t nbytes = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &nbytes);
+  if (!text) throw nb::python_error();
+  return {text, static_cast<size_t>(nbytes)};
+}
+
+// (address, nbytes) or an object with the buffer protocol, which stays in place as long as this.
+class Spans {
+ public:
+  explicit Spans(bool writable) : writable_(writable) {}
+  ~Spans() {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+  }
+  Spans(const Spans&) = delete;
+  Spans& operator=(const Spans&) = delete;
+  iovec of(PyObject* item) {
+    if (!writable_ && PyBytes_CheckExact(item))
+      return {PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item))};
+    if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 2) {
+      void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(item, 0));
+      const size_t nbytes = PyLong_AsSize_t(PyTuple_GET_ITEM(item, 1));
+      if (PyErr_Occurred()) throw nb::python_error();
+      return {address, nbytes};
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(item, &view, writable_ ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nb::python_error();
+    views_.push_back(view);
+    return {view.buf, static_cast<size_t>(view.len)};
+  }
+
+ private:
+  const bool writable_;
+  std::vector<Py_buffer> views_;
+};
+
+nb::list put_many(PyClient& client, nb::list keys, nb::list metas, nb::list datas, const pool::PutOptions& options,
+                  int64_t deadline_ns) {
+  const size_t n = keys.size();
+  if (metas.size() != n || datas.size() != n) raise({Code::invalid_argument, "keys, metas and datas differ in length"});
+  Spans spans(/*writable=*/false);
+  std::vector<iovec> iov;
+  std::vector<size_t> ends(n);
+  for (size_t i = 0; i < n; ++i) {
+    PyObject* data = PyList_GET_ITEM(datas.ptr(), static_cast<Py_ssize_t>(i));
+    if (PyList_CheckExact(data)) {
+      for (Py_ssize_t k = 0; k < PyList_GET_SIZE(data); ++k) iov.push_back(spans.of(PyList_GET_ITEM(data, k)));
+    } else {
+      iov.push_back(spans.of(data));
+    }
+    ends[i] = iov.size();
+  }
+  std::vector<pool::PutEntry> entries(n);
+  std::vector<uint64_t> nbytes(n);
+  for (size_t i = 0; i < n; ++i) {
+    const size_t begin = i == 0 ? 0 : ends[i - 1];
+    nb::handle meta(PyList_GET_ITEM(metas.ptr(), static_cast<Py_ssize_t>(i)));
+    if (!PyBytes_Check(meta.ptr())) raise({Code::invalid_argument, "metadata is bytes"});
+    entries[i] = {text_of(PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i))),
+                  {PyBytes_AS_STRING(meta.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(meta.ptr()))},
+                  {iov.data() + begin, ends[i] - begin}};
+    for (const iovec& v : entries[i].data) nbytes[i] += v.iov_len;
+  }
+  auto outcomes = without_gil([&] { return client->put_many(entries, options, deadline_at(deadline_ns)); });
+  nb::list out = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(n)));
+  for (size_t i = 0; i < n; ++i) {
+    nb::object item = outcomes[i].is_ok() ? put_result(*outcomes[i], nbytes[i]) : make_exception(outcomes[i].status());
+    PyList_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
+  }
+  return out;
+}
+
+std::vector<ObjectPtr> objects_of(nb::list list) {
+  std::vector<ObjectPtr> out;
+  out.reserve(list.size());
+  for (nb::handle item : list) out.push_back(nb::cast<PyObjectInfo&>(item).get());
+  return out;
+}
+
+nb::list read_many(PyClient& client, nb::list objects, nb::list outs, int64_t deadline_ns) {
+  if (objects.size() != outs.size()) raise({Code::invalid_argument, "objects and outs differ in length"});
+  Spans spans(/*writable=*/true);
+  std::vector<iovec> iov;
+  iov.reserve(outs.size());
+  for (nb::handle out : outs) iov.push_back(spans.of(out.ptr()));
+  std::vector<pool::ReadEntry> entries;
+  entries.reserve(outs.size());
+  size_t i = 0;
+  for (nb::handle object : objects) {
+    entries.push_back({nb::cast<PyObjectInfo&>(object).get(), 0, {&iov[i], iov[i].iov_len ? size_t{1} : size_t{0}}});
+    ++i;
+  }
+  auto statuses = without_gil([&] { return client->read_many(entries, deadline_at(deadline_ns)); });
+  nb::list out;
+  for (const Status& s : statuses) {
+    if (s.is_ok())
+      out.append(nb::none());
+    else
+      out.append(make_exception(s));
+  }
+  return out;
+}
+
+nb::object located(const Result<ObjectPtr>& result) {
+  if (!result) return make_exception(result.status());
+  return nb::cast(PyObjectInfo(result.value()));
+}
+
+// None where the object has that metadata and was read; the object where it was found only; an exception.
+nb::list get_into(PyClient& client, nb::list keys, nb::list metas, nb::list outs, int64_t deadline_ns) {
+  const size_t n = keys.size();
+  if (metas.size() != n || outs.size() != n) raise({Code::invalid_argument, "keys, metas and outs differ in length"});
+  Spans spans(/*writable=*/true);
+  std::vector<std::string> names(n);
+  std::vector<std::string_view> wanted(n);
+  std::vector<iovec> iov(n);
+  for (size_t i = 0; i < n; ++i) {
+    const auto at = static_cast<Py_ssize_t>(i);
+    names[i] = text_of(PyList_GET_ITEM(keys.ptr(), at));
+    PyObject* meta = PyList_GET_ITEM(metas.ptr(), at);
+    if (!PyBytes_Check(meta)) continue;
+    wanted[i] = {PyBytes_AS_STRING(meta), static_cast<size_t>(PyBytes_GET_SIZE(meta))};
+    iov[i] = spans.of(PyList_GET_ITEM(outs.ptr(), at));
+  }
+  std::vector<Result<ObjectPtr>> found;
+  std::vector<bool> read(n);
+  without_gil([&] {
+    found = client->locate_many(names, deadline_at(deadline_ns));
+    for (size_t i = 0; i < n; ++i) {
+      if (!found[i].is_ok() || wanted[i].empty()) continue;
+      const pool::ObjectInfo& info = (*found[i])->info();
+      if (info.parts.size() != 1 || info.meta != wanted[i] || info.nbytes != iov[i].iov_len) continue;
+      const Status s = client->read(*found[i], 0, {&iov[i], 1}, deadline_at(deadline_ns));
+      read[i] = s.is_ok();
+      if (!s.is_ok() && s.code() != Code::key_not_found) found[i] = s;  // superseded: whoever looks again finds out
+    }
+  });
+  nb::list out = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(n)));
+  for (size_t i = 0; i < n; ++i) {
+    nb::object item = read[i] ? nb::object(nb::none()) : located(found[i]);
+    PyList_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
+  }
+  return out;
+}
+
+nb::list map_many(PyClient& client, nb::list objects, bool read_only, int64_t deadline_ns) {
+  const auto list = objects_of(objects);
+  auto results = without_gil([&] { return client->map_many(list, read_only, deadline_at(deadline_ns)); });
+  nb::list out;
+  for (auto& result : results) {
+    if (result.is_ok())
+      out.append(nb::cast(new Mapped(std::move(result->data), result->nbytes, result->zero_copy, read_only),
+                          nb::rv_policy::take_ownership));
+    else
+      out.append(make_exception(result.status()));
+  }
+  return out;
+}
+
+nb::list remove_many(PyClient& client, nb::list keys, nb::object only, int64_t deadline_ns) {
+  std::vector<pool::RemoveEntry> entries;
+  for (nb::handle key : keys) entries.push_back({text_of(key.ptr()), {}});
+  if (!only.is_none()) {
+    const auto versions = nb::cast<std::vector<VersionPair>>(only);
+    if (versions.size() != entries.size()) raise({Code::invalid_argument, "keys and versions differ in length"});
+    for (size_t i = 0; i < entries.size(); ++i) entries[i].only = pool::Version{versions[i].first, versions[i].second};
+  }
+  auto results = without_gil([&] { return client->remove_many(entries, deadline_at(deadline_ns)); });
+  nb::list out;
+  for (auto& result : results) {
+    if (result.is_ok())
+      out.append(nb::bool_(*result));
+    else
+      out.append(make_exception(result.status()));
+  }
+  return out;
 }
 
 pool::GetOptions get_options(std::optional<VersionPair> at_least, std::string label) {
@@ -74,11 +282,6 @@ pool::GetOptions get_options(std::optional<VersionPair> at_least, std::string la
   if (at_least) options.at_least = pool::Version{at_least->first, at_least->second};
   options.label = std::move(label);
   return options;
-}
-
-nb::object located(const Result<ObjectPtr>& result) {
-  if (!result) return make_exception(result.status());
-  return nb::cast(PyObjectInfo(result.value()));
 }
 
 nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
@@ -143,10 +346,38 @@ void bind_pool(nb::module_& m) {
                        out.append(nb::make_tuple(p.offset, p.nbytes, to_bytes(p.meta)));
                      return out;
                    })
+      .def_prop_ro("single",
+                   [](PyObjectInfo& o) -> nb::object {
+                     const pool::ObjectInfo& info = o->info();
+                     if (info.parts.size() != 1) return nb::none();
+                     return nb::make_tuple(to_bytes(info.meta), info.nbytes);
+                   },
+                   nb::for_getter(nb::sig("def single(self, /) -> tuple[bytes, int] | None")),
+                   "(meta, nbytes) of an object of one writer, else None.")
       .def_prop_ro("left_ms", [](PyObjectInfo& o) { return o->info().left_ms; })
       .def_prop_ro("label", [](PyObjectInfo& o) { return o->info().label; })
       .def_prop_ro("replicas", [](PyObjectInfo& o) { return o->info().replicas.size(); })
       .def_prop_ro("local", [](PyObjectInfo& o) { return o->local(); });
+
+  m.def(
+      "set_result_types",
+      [](nb::type_object version, nb::type_object put_result) {
+        result_types() = {reinterpret_cast<PyTypeObject*>(version.inc_ref().ptr()),
+                          reinterpret_cast<PyTypeObject*>(put_result.inc_ref().ptr())};
+      },
+      nb::arg("version"), nb::arg("put_result"), "pool.py's named tuples.");
+
+  nb::class_<pool::PutOptions>(m, "PutOptions", "What a put does, whatever it puts.")
+      .def(
+          "__init__",
+          [](pool::PutOptions* self, bool sealed, std::string if_exists, uint32_t replicas, bool replicas_lenient,
+             std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum, uint64_t ttl_ms) {
+            new (self) pool::PutOptions(put_options(sealed, std::move(if_exists), replicas, replicas_lenient,
+                                                    std::move(label), part, parts, std::move(group), checksum, ttl_ms));
+          },
+          nb::kw_only(), nb::arg("sealed") = false, nb::arg("if_exists") = "replace", nb::arg("replicas") = 1,
+          nb::arg("replicas_lenient") = false, nb::arg("label") = "", nb::arg("part") = 0, nb::arg("parts") = 1,
+          nb::arg("group") = "", nb::arg("checksum") = false, nb::arg("ttl_ms") = 0);
 
   nb::class_<PyClient>(m, "Client")
       .def_static("connect", &connect, nb::kw_only(), nb::arg("address"), nb::arg("token"), nb::arg("name"),
@@ -154,9 +385,20 @@ void bind_pool(nb::module_& m) {
                   nb::arg("deadline_ns"))
       .def("capsule", [](PyClient& c) { return to_capsule(c.get(), kClientCapsule); })
       .def("engine_capsule", [](PyClient& c) { return to_capsule(c->engine(), kEngineCapsule); })
-      .def("put", &put, nb::arg("key"), nb::arg("meta"), nb::arg("data"), nb::kw_only(), nb::arg("sealed"),
-           nb::arg("if_exists"), nb::arg("replicas"), nb::arg("replicas_lenient"), nb::arg("label"), nb::arg("part"),
-           nb::arg("parts"), nb::arg("group"), nb::arg("checksum"), nb::arg("ttl_ms"), nb::arg("deadline_ns"))
+      .def("put", &put, nb::arg("key"), nb::arg("meta"), nb::arg("data"), nb::arg("options"), nb::arg("deadline_ns"),
+           nb::sig("def put(self, key: str, meta: bytes, data: collections.abc.Sequence[object], options: PutOptions, "
+                   "deadline_ns: int) -> typing.Any"))
+      .def("put_many", &put_many, nb::arg("keys"), nb::arg("metas"), nb::arg("datas"), nb::arg("options"),
+           nb::arg("deadline_ns"),
+           "One PutResult or exception for each key. A data is bytes-like, (address, nbytes), or a list of these.")
+      .def("read_many", &read_many, nb::arg("objects"), nb::arg("outs"), nb::arg("deadline_ns"),
+           "All of each object into (address, nbytes) or a buffer. None or an exception for each.")
+      .def("get_into", &get_into, nb::arg("keys"), nb::arg("metas"), nb::arg("outs"), nb::arg("deadline_ns"),
+           "Looks up, and reads those whose metadata is as expected (None: is not): None, Object or an exception each.")
+      .def("map_many", &map_many, nb::arg("objects"), nb::arg("read_only"), nb::arg("deadline_ns"),
+           "One Mapped or exception for each object.")
+      .def("remove_many", &remove_many, nb::arg("keys"), nb::arg("only").none(), nb::arg("deadline_ns"),
+           "Whether each was there, or an exception.")
       .def(
           "locate",
           [](PyClient& c, std::string key, std::optional<VersionPair> at_least, std::string label,

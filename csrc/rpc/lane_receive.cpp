@@ -247,7 +247,8 @@ bool LaneImpl::receive() {
     // A short read emptied the socket: asking again would only give EAGAIN.
     size_t asked = 0;
     for (size_t i = 0; i < count; ++i) asked += pieces[i].iov_len;
-    if (bytes < asked && !is_unix_) return something;
+    // (On a Unix socket it may have stopped at file descriptors; a caller that waits asks again if it needs to.)
+    if (bytes < asked && (!is_unix_ || polled_)) return something;
   }
   return something;
 }

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_mooncake as tm
-from torch_mooncake import tensors
+from torch_mooncake import _core, tensors
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.errors import Corrupt
 from torch_mooncake.tensors import DTYPES, Decoded, encode, leaf_over
@@ -314,14 +314,12 @@ HOSTILE_BLOCKS = {
 @pytest.mark.parametrize(("shape", "blocks"), HOSTILE_BLOCKS.values(), ids=HOSTILE_BLOCKS)
 def test_blocks_that_do_not_make_a_tensor_are_corrupt(pool: tm.Pool, shape: list[int], blocks: list[Any]) -> None:
     meta = document(9, "float32", shape, "", blocks)
-    plan: dict[str, Any] = {"sealed": False, "if_exists": "replace", "replicas": 1, "replicas_lenient": False}
-    plan |= {"label": "", "part": 0, "parts": 1, "group": "", "checksum": False, "ttl_ms": 0}
-    pool._client(deadline_ns(30)).put("k", meta, [bytes(100)], **plan, deadline_ns=deadline_ns(30))
+    pool._client(deadline_ns(30)).put("k", meta, [bytes(100)], _core.PutOptions(), deadline_ns(30))
     for ask in (pool.get, pool.info, pool.get_state_dict):
         with pytest.raises(Corrupt):
             ask("k")
     good = document(9, "float32", [2, 2], "", [[0, [[[0, 2]], [[0, 1]]]], [8, [[[0, 2]], [[1, 1]]]]])
-    pool._client(deadline_ns(30)).put("k", good, [bytes(100)], **plan, deadline_ns=deadline_ns(30))
+    pool._client(deadline_ns(30)).put("k", good, [bytes(100)], _core.PutOptions(), deadline_ns(30))
     assert pool.get("k").eq(torch.zeros(2, 2)).all()
 
 

@@ -472,6 +472,7 @@ enum class Mutation {
   forget_ttl,    // donors announce without what is left of it
   stale_clock,   // the home is told the time at its ticks only
   no_supersede,  // donors do not carry out step 3
+  blind_cache,   // clients do not look at the word of what they remember
 };
 
 struct World {
@@ -507,6 +508,12 @@ struct World {
     size_t expiry = SIZE_MAX;  // in the history, of what is being put
     std::vector<std::pair<uint32_t, ReplicaRef>> places;
     uint32_t parts = 1;
+    struct Remembered {  // where a value was, of one part, and without a time to live
+      ReplicaRef at;
+      uint64_t value;
+    };
+    std::optional<Remembered> remembered[kKeys];
+    bool remembers = false;  // what is being read may be
   } clients[kClients];
   std::vector<HistoryOp> history[kKeys];
   uint64_t next_value = 1, next_txn = 1;
@@ -576,6 +583,22 @@ struct World {
           {node(uint8_t(on[part])), donors[on[part]].reserve(c.call.head.key, Kind::named, *txn, part, 2, c.value)}};
     return true;
   }
+  // Without asking the home: its donor counts (it was not expelled; one that comes back drops what it had before it
+  // counts again), and the word is what it was. That its worker is down does not matter: the memory is there.
+  bool read_remembered(Client& c) {
+    auto& remembered = c.remembered[c.key];
+    if (!remembered || roll(2) == 0) return false;
+    Donor& d = donors[remembered->at.node[0]];
+    const bool counts = !d.fenced && !d.stale.count(remembered->at.extent.index);
+    if (!counts || (!d.at(remembered->at.extent) && mutation != Mutation::blind_cache)) {
+      remembered.reset();
+      return false;
+    }
+    ++cache_hits;
+    history[c.key].push_back({HistoryOp::What::get, remembered->value, now, now});
+    return true;
+  }
+  uint64_t cache_hits = 0;
   static constexpr int64_t kPatience = 40'000'000;
   void begin(Client& c) {
     c.expiry = SIZE_MAX;
@@ -584,6 +607,7 @@ struct World {
     c.key = int(roll(kKeys));
     c.op = history[c.key].size();
     const auto what = roll(10);
+    if (what < 5 && read_remembered(c)) return;
     if (what < 5) {
       const Found found = home.find(name(c.key));
       if (found.state == Found::State::later) return;
@@ -596,6 +620,7 @@ struct World {
       c.parts = found.parts;
       c.version = found.version;
       c.consuming = roll(3) == 0;
+      c.remembers = found.parts == 1 && found.expires_ns == INT64_MAX;
       c.step = Client::Step::reading;
     } else if (what < 9) {
       c.value = next_value++;
@@ -664,6 +689,7 @@ struct World {
         torn = torn || (found && e && found->value != e->value);
         e = found;
         if (!e) break;
+        if (c.remembers) c.remembered[c.key] = {at, e->value};
       }
       if (e && c.consuming) {
         history[c.key][c.op].what = HistoryOp::What::consume;
@@ -886,4 +912,5 @@ TEST_CASE("a step left out is found within 1000 seeds") {
   CHECK(found_at(Mutation::forget_ttl, "not linearizable") > 0);
   CHECK(found_at(Mutation::stale_clock, "not linearizable") > 0);
   CHECK(found_at(Mutation::no_supersede, "not linearizable") > 0);
+  CHECK(found_at(Mutation::blind_cache, "not linearizable") > 0);
 }

@@ -1,5 +1,5 @@
 // The pool's messages: what was encoded is decoded, and no bytes whatever make a decoder accept what is out of bounds.
-#include "pool/messages.h"
+#include "pool/batch_messages.h"
 
 #include <doctest/doctest.h>
 
@@ -35,7 +35,7 @@ LookupAnswer sample_lookup() {
   e.places.resize(2);
   e.places[1].part = 1;
   e.places[1].at = {{7}, {8, 9}};
-  e.places[1].description = Description{10, "meta", "label", 11u, {{0, 4096, 10}}};
+  e.places[1].description = Description{10, "meta", "label", 11u, {{0, 4096, 10}}, {}};
   return a;
 }
 View sample_view() {
@@ -46,6 +46,17 @@ View sample_view() {
   v.nodes.push_back({{1}, {2}, "host", {"unix:///a", "tcp://b:1"}, 100, 50});
   return v;
 }
+
+// Messages about many keys; their texts are views of these.
+BatchHead sample_head() { return {3, Kind::sealed, IfExists::keep, "v1", 500, true, {1, 2, 3}, 1000}; }
+ReserveManyCall sample_reserve_many() { return {sample_head(), 77, {{1, "a", "meta", 10}, {4095, "bb", "", 0}}}; }
+PutManyCall sample_put_many() {
+  PutManyCall c{sample_head(), {}};
+  c.items.push_back({1, "a", {{{1}, {2, 3}}, {{4}, {5, 6}}}, 7u, {}, {}});
+  c.items.push_back({2, "b", {}, {}, "meta", "data"});
+  return c;
+}
+RemoveManyCall sample_remove_many() { return {3, 1000, {{1, "a", {}}, {2, "b", Version{4, 5}}}}; }
 
 template <typename T>
 void check_cut_and_flipped(const std::string& body) {
@@ -82,6 +93,24 @@ TEST_CASE("round trips") {
   CHECK(v->nodes[0].addresses[1] == "tcp://b:1");
   CHECK(v->find({1})->used_bytes == 50);
   CHECK(v->find({5}) == nullptr);
+  const std::string body = encode(sample_put_many());
+  auto p = decode<PutManyCall>(body);
+  REQUIRE(p.is_ok());
+  CHECK(p->head.label == "v1");
+  CHECK(p->head.kind == Kind::sealed);
+  CHECK(p->items[0].replicas[1].extent.generation == 6);
+  CHECK(p->items[0].crc32c == 7u);
+  CHECK(p->items[1].key == "b");
+  CHECK(p->items[1].meta == "meta");
+  CHECK(p->items[1].data == "data");
+  CHECK(txn_of(p->head.txn, 0) == p->head.txn);
+  CHECK(txn_of(p->head.txn, 1) != txn_of(p->head.txn, 2));
+  PutManyAnswer outcomes{{{Code::ok, "", {{1, 2}, false}}, {Code::pool_full, "no room", {}}}};
+  auto o = decode<PutManyAnswer>(encode(outcomes));
+  REQUIRE(o.is_ok());
+  CHECK(o->items[0].answer.version == Version{1, 2});
+  CHECK(o->items[1].code == Code::pool_full);
+  CHECK(o->items[1].message == "no room");
   Mark mark{Mark::What::supersede, 4, 5, {6, 7}, {8}, {9, 10}, {}};
   CHECK(decode<Mark>(encode(mark))->extent.generation == 7);
 }
@@ -90,6 +119,10 @@ TEST_CASE("cut, lengthened and flipped bytes") {
   check_cut_and_flipped<CommitCall>(encode(sample_commit()));
   check_cut_and_flipped<LookupAnswer>(encode(sample_lookup()));
   check_cut_and_flipped<View>(encode(sample_view()));
+  check_cut_and_flipped<ReserveManyCall>(encode(sample_reserve_many()));
+  check_cut_and_flipped<PutManyCall>(encode(sample_put_many()));
+  check_cut_and_flipped<RemoveManyCall>(encode(sample_remove_many()));
+  check_cut_and_flipped<ExistsCall>(encode(ExistsCall{3, 1000, {"a", "bb", ""}}));
 }
 
 TEST_CASE("random bytes to every decoder") {
@@ -105,7 +138,15 @@ TEST_CASE("random bytes to every decoder") {
     (void)decode<BeatAnswer>(body).is_ok();
     (void)decode<EvictedReport>(body).is_ok();
     (void)decode<ReserveCall>(body).is_ok();
-    (void)decode<PutInlineCall>(body).is_ok();
+    (void)decode<PutManyCall>(body).is_ok();
+    (void)decode<PutManyAnswer>(body).is_ok();
+    (void)decode<ReserveManyCall>(body).is_ok();
+    (void)decode<ReserveManyAnswer>(body).is_ok();
+    (void)decode<RemoveManyCall>(body).is_ok();
+    (void)decode<RemoveManyAnswer>(body).is_ok();
+    (void)decode<ExistsCall>(body).is_ok();
+    (void)decode<ExistsAnswer>(body).is_ok();
+    (void)decode<TouchCall>(body).is_ok();
     (void)decode<LookupCall>(body).is_ok();
     (void)decode<DescribeAnswer>(body).is_ok();
     (void)decode<KeysAnswer>(body).is_ok();

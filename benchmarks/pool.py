@@ -22,6 +22,7 @@ from typing import Any
 import store_rows
 from harness import GiB, MiB, Row, Table, main, other_process, repeat, run_python
 from raw import Raw, gbps
+from ssd import ssd_rows
 
 PUT_SIZES = ((4 << 10, 1000), (64 << 10, 500), (MiB, 200), (16 * MiB, 20))
 
@@ -256,6 +257,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     store_rows.directory(table, args.quick)
     if not args.peers:
         print("without --peers: no row beside a peer was made")
+    ssd_rows(table, "/var/tmp", args.quick)
     return table.rows
 
 

@@ -247,6 +247,9 @@ class Object:
     def replicas(self) -> int: ...
 
     @property
+    def tiers(self) -> list: ...
+
+    @property
     def local(self) -> bool: ...
 
 class Client:

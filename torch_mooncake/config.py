@@ -64,6 +64,9 @@ class Config:
     pool: str = _env("TM_POOL", default_pool, "name of this host's pool")
     token: str = _env("TM_TOKEN", "", "secret of the pool; empty: the one in its folder")
     memory: int = _env("TM_MEMORY", 0, "bytes a node started here lends; 0: a quarter of what the cgroup allows")
+    ssd: tuple[str, ...] = _env(
+        "TM_SSD", (), "PATH:SIZE of folders on SSDs for what a node started here has no memory for"
+    )
     linger_s: float = _env("TM_LINGER_S", 60.0, "a node started here exits this long after its last client; <0: never")
     host_id: str = _env("TM_HOST_ID", "", "what makes two processes neighbours; empty: the boot id")
     name: str = _env("TM_NAME", "", "how this process is called in messages; empty: client-<pid>")
@@ -86,6 +89,9 @@ class Config:
         require(bool(_POOL_NAME.fullmatch(self.pool)), "pool", "1 to 64 letters, digits, dots, dashes, underscores")
         require("\n" not in self.token and len(self.token) <= 1024, "token", "one line of at most 1024 characters")
         require(self.memory == 0 or self.memory >= 1 << 20, "memory", "0 or at least 1 MiB")
+        for entry in self.ssd:
+            path, _, size = entry.rpartition(":")
+            require(os.path.isabs(path) and parse_bytes(size) >= 64 << 20, "ssd", "PATH:SIZE, 64 MiB at least, each")
         require(self.linger_s == self.linger_s, "linger_s", "a number of seconds")
         require(0 < self.start_timeout_s <= 600, "start_timeout_s", "above 0 and at most 600")
         require(0 <= self.view_ttl_s <= 60, "view_ttl_s", "between 0 and 60")

@@ -134,6 +134,8 @@ def arguments(
     args += ["--linger", str(config.linger_s)]
     if config.memory:
         args += ["--memory", str(config.memory)]
+    for ssd in config.ssd:
+        args += ["--ssd", ssd]
     if config.host_id:
         args += ["--host-id", config.host_id]
     if leader:

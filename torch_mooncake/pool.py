@@ -74,6 +74,7 @@ class Info(NamedTuple):
     replicas: int
     local: bool  # on this host
     expires_in_s: float | None  # None: never
+    tiers: tuple[str, ...] = ()  # "dram" or "ssd", of each replica, before this look-up brought it into memory
 
 
 def _async(method: Callable[Concatenate[Pool, P], R]) -> Callable[Concatenate[Pool, P], Awaitable[R]]:
@@ -462,6 +463,7 @@ class Pool:
             replicas=found.replicas,
             local=found.local,
             expires_in_s=None if found.left_ms is None else found.left_ms / 1000,
+            tiers=tuple(found.tiers),
         )
 
     @overload
@@ -518,7 +520,8 @@ class Pool:
         return Version(*_wait(self._client(deadline), checked_key(key), *_version(version), deadline).version)
 
     def stat(self, *, timeout: float | None = 30) -> dict[str, Any]:
-        """Numbers of the pool: view, keys, what this client has mapped, and each node's memory, in bytes."""
+        """Numbers of the pool: view, keys, what this client has mapped, and each node's memory, in bytes, and SSDs:
+        what is there, what went there and back, what was dropped, refused, reclaimed, and what failed."""
         deadline = deadline_ns(timeout)
         return self._client(deadline).stat(deadline)
 

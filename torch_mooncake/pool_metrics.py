@@ -33,6 +33,11 @@ _GAUGES = (
     ("pinned", "pinned_extents", "Extents that somebody reads in place."),
     ("clients", "clients", "Sessions of users."),
     ("waiting", "waiting_writers", "Writers that wait for room."),
+    ("ssd.limit_bytes", "ssd_limit_bytes", "Disk space that may be used."),
+    ("ssd.used_bytes", "ssd_used_bytes", "Disk space of the log's files."),
+    ("ssd.records", "ssd_records", "Objects' parts that can be read from SSDs."),
+    ("ssd.record_bytes", "ssd_record_bytes", "Disk space of those."),
+    ("ssd.out_of_service", "ssd_out_of_service", "SSD folders given up because they failed."),
 )
 _COUNTERS = (
     ("starts", "worker_starts", "Workers that the keeper has started; above 1 something ended one."),
@@ -43,6 +48,13 @@ _COUNTERS = (
     ("misses", "misses", "Keys looked up here that were not there."),
     ("commits", "commits", "Objects' versions that became visible."),
     ("removals", "removals", "Keys removed by their users."),
+    ("ssd.demotions", "ssd_demotions", "Objects' parts written to SSDs."),
+    ("ssd.promotions", "ssd_promotions", "Objects' parts brought back from SSDs."),
+    ("ssd.dropped", "ssd_dropped", "Evicted without being written: the queue was full, or the log had no room."),
+    ("ssd.refused", "ssd_refused", "Evicted without being written: not admitted, or too large."),
+    ("ssd.reclaimed", "ssd_reclaimed", "Lost on SSDs as the oldest."),
+    ("ssd.errors", "ssd_errors", "Reads, writes and files that failed."),
+    ("ssd.corrupt", "ssd_corrupt", "Records whose checksum did not match."),
 )
 
 
@@ -74,5 +86,6 @@ class PoolCollector:
             for field, name, text in rows:
                 family = kind(PREFIX + name, text, labels=("node",))
                 for node in stat["nodes"]:
-                    family.add_metric((node["id"][:8],), float(node[field]))
+                    table, _, key = field.rpartition(".")
+                    family.add_metric((node["id"][:8],), float((node[table] if table else node)[key]))
                 yield family

@@ -266,18 +266,31 @@ Status ClientImpl::stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats&
   const NodeActivity& act = a.activity;
   stats.view = std::max(stats.view, a.view);
   stats.keys += a.keys;
-  stats.nodes.push_back({info.id,          info.addresses.empty() ? "" : info.addresses[0],
-                         info.host_id,     a.limit_bytes,
-                         a.used_bytes,     a.limbo_bytes,
-                         a.prepared_bytes, a.extents,
-                         a.evictions,      a.pinned,
-                         a.is_home,        a.fenced_bytes,
-                         act.starts,       act.clients,
-                         act.waiting,      act.reservations,
-                         act.refusals,     act.lookups,
-                         act.misses,       act.commits,
-                         act.removals,     act.draining,
-                         act.ready,        act.unready});
+  stats.nodes.push_back({info.id,
+                         info.addresses.empty() ? "" : info.addresses[0],
+                         info.host_id,
+                         a.limit_bytes,
+                         a.used_bytes,
+                         a.limbo_bytes,
+                         a.prepared_bytes,
+                         a.extents,
+                         a.evictions,
+                         a.pinned,
+                         a.is_home,
+                         a.fenced_bytes,
+                         act.starts,
+                         act.clients,
+                         act.waiting,
+                         act.reservations,
+                         act.refusals,
+                         act.lookups,
+                         act.misses,
+                         act.commits,
+                         act.removals,
+                         act.draining,
+                         act.ready,
+                         act.unready,
+                         a.ssd});
   stats.client_maps += node->maps();
   stats.client_mapped_bytes += node->mapped_bytes();
   return {};

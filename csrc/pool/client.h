@@ -119,6 +119,7 @@ struct PoolStats {
     uint64_t lookups, misses, commits, removals;
     bool draining, ready;
     std::string unready;
+    SsdStats ssd;
   };
   uint64_t view = 0, keys = 0;
   std::vector<Node> nodes;

@@ -195,7 +195,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
       }
       described[place.part] = true;
       const bool is_here = mapped.count(place.at.node) != 0;
-      Replica replica{place.at.node, place.at.extent, std::move(d.pieces)};
+      Replica replica{place.at.node, d.copy.value_or(place.at.extent), std::move(d.pieces), place.at.tier};
       part.replicas.insert(is_here ? part.replicas.begin() : part.replicas.end(), std::move(replica));
       here[place.part] = here[place.part] || is_here;
     }

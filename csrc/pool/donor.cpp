@@ -44,7 +44,9 @@ Result<std::unique_ptr<Donor>> Donor::create(DonorOptions options) {
     return {Code::invalid_argument, "a donor needs a page of memory and an extent at least"};
   TM_ASSIGN(auto table, ExtentTable::create(options.max_extents));
   TM_ASSIGN(auto data, Segment::create("tm-pool", 0, options.limit_bytes));
-  return std::unique_ptr<Donor>(std::make_unique<DonorImpl>(options, std::move(table), std::move(data)));
+  auto donor = std::make_unique<DonorImpl>(std::move(options), std::move(table), std::move(data));
+  TM_TRY(donor->open_ssds(false));
+  return std::unique_ptr<Donor>(std::move(donor));
 }
 
 Result<std::unique_ptr<Donor>> Donor::attach(DonorOptions options, std::vector<HeldSegment> held) {
@@ -61,18 +63,19 @@ Result<std::unique_ptr<Donor>> Donor::attach(DonorOptions options, std::vector<H
   uint32_t dropped = 0;
   TM_ASSIGN(auto table, ExtentTable::attach(table_segment, records, data->size(), &dropped));
   options.limit_bytes = data->capacity();
-  auto donor = std::make_unique<DonorImpl>(options, std::move(table), std::move(data));
+  auto donor = std::make_unique<DonorImpl>(std::move(options), std::move(table), std::move(data));
+  TM_TRY(donor->open_ssds(true));
   TM_TRY(donor->restore(held, dropped));
   return std::unique_ptr<Donor>(std::move(donor));
 }
 
 DonorImpl::DonorImpl(DonorOptions options, std::unique_ptr<ExtentTable> table, std::shared_ptr<Segment> data)
-    : options_(options),
+    : options_(std::move(options)),
       table_(std::move(table)),
       data_(std::move(data)),
-      space_({options.limit_bytes, data_->size(), options.grow_step_bytes,
+      space_({options_.limit_bytes, data_->size(), options_.grow_step_bytes,
               [d = data_](uint64_t size) { return d->grow(size); }}),
-      lru_(options.limit_bytes, options.max_extents) {}
+      lru_(options_.limit_bytes, options_.max_extents) {}
 
 Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped) {
   if (dropped) log::warning("pool", std::to_string(dropped) + " damaged extent(s) dropped when attaching");
@@ -93,12 +96,14 @@ Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped
     const Record record = table_->record(i);
     placements.push_back(record.placement);
     claims.push_back({i, &placements.back()});
-    // A changed word, or a state behind it, says that the extent was on its way out.
-    if (!valid(i) || state == ExtentState::superseded || state == ExtentState::limbo) {
+    // A changed word, or a state behind it, says that the extent was on its way out; so is a copy of what is no more.
+    const bool stored = valid(i) && (state == ExtentState::committed || state == ExtentState::final);
+    const bool open = valid(i) && state == ExtentState::prepared && !e.promoted;
+    if (!open && !(stored && link_copy(i))) {
       if (valid(i)) table_->invalidate(i);
       table_->set_state(i, ExtentState::limbo);
       limbo_.push_back(i);
-    } else if (state == ExtentState::prepared) {
+    } else if (open) {
       open_[record.txn].push_back(i);
     } else {
       ready.push_back(i);
@@ -170,6 +175,7 @@ void DonorImpl::close_prepared(uint32_t index) {
 
 Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms,
                          int64_t now_ns) {
+  if (const Tiered* t = tiered(extent); t && t->record.version == version) return {};  // told twice
   TM_ASSIGN(const uint32_t index, find(extent));
   ExtentEntry& e = table_->at(index);
   const ExtentState state = table_->state(index);
@@ -194,15 +200,21 @@ Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32
 }
 
 Status DonorImpl::finalize(ExtentRef extent) {
+  if (tiered(extent)) return {};  // only what is FINAL goes there
   TM_ASSIGN(const uint32_t index, find(extent));
   const ExtentState state = table_->state(index);
   if (state == ExtentState::final) return {};
   if (state != ExtentState::committed) return wrong_state("finalize", index, state);
   table_->set_state(index, ExtentState::final);
+  clean_ahead();
   return {};
 }
 
 Status DonorImpl::supersede(ExtentRef extent) {
+  if (tiered(extent)) {
+    remove(extent, [](const Status&) {});
+    return {};
+  }
   TM_ASSIGN(const uint32_t index, find(extent));
   const ExtentState state = table_->state(index);
   if (state == ExtentState::superseded || state == ExtentState::limbo) return {};
@@ -216,6 +228,7 @@ Status DonorImpl::supersede(ExtentRef extent) {
 }
 
 Status DonorImpl::free(ExtentRef extent) {
+  if (tiered(extent)) return supersede(extent);
   TM_ASSIGN(const uint32_t index, find(extent));
   if (table_->state(index) != ExtentState::limbo) retire({index});
   return {};
@@ -229,14 +242,16 @@ std::vector<std::pair<TxnId, std::string>> DonorImpl::prepared() const {
   std::vector<std::pair<TxnId, std::string>> out;
   for (const auto& [txn, extents] : open_) {
     std::set<std::string_view> keys;
-    for (uint32_t i : extents) keys.insert(table_->record(i).key);
+    for (uint32_t i : extents)
+      if (!table_->at(i).promoted) keys.insert(table_->record(i).key);
     for (std::string_view key : keys) out.emplace_back(txn, key);
   }
   return out;
 }
 
 void DonorImpl::touch(ExtentRef extent) {
-  auto found = find(extent);
+  if (Tiered* t = tiered(extent)) ++t->hits;
+  const auto found = resident(extent);
   if (!found.is_ok() || !lru_.contains(*found)) return;  // gone meanwhile: nothing to prolong
   lru_.touch(*found);
   save_uses(*found);
@@ -245,7 +260,7 @@ void DonorImpl::touch(ExtentRef extent) {
 void DonorImpl::refresh(std::span<const ExtentRef> last_first) {
   uint32_t uses = 0;  // of those after it
   for (ExtentRef extent : last_first) {
-    const auto found = find(extent);
+    const auto found = resident(extent);
     if (!found.is_ok() || !lru_.contains(*found)) continue;
     lru_.refresh(*found, uses);
     save_uses(*found);
@@ -266,6 +281,8 @@ void DonorImpl::save_uses(uint32_t index) {
 Announcement DonorImpl::announcement(uint32_t index) const {
   const ExtentEntry& e = table_->at(index);
   Record r = table_->record(index);
+  const ExtentRef own{index, e.content_generation};
+  const Tiered* t = e.promoted ? tier_of(index) : nullptr;
   return {std::string(r.key),
           r.kind,
           {e.version_view, e.version_counter},
@@ -276,17 +293,23 @@ Announcement DonorImpl::announcement(uint32_t index) const {
           r.part,
           r.parts,
           r.txn,
-          {index, e.content_generation},
+          t ? t->name() : own,
           std::move(r.placement.pieces),
           e.crc32c,
           e.has_crc != 0,
           e.ttl_ms,
-          e.committed_ns};
+          e.committed_ns,
+          Tier::dram,
+          t ? std::optional(own) : std::nullopt};
 }
 
 Result<Announcement> DonorImpl::describe(ExtentRef extent) const {
+  if (const Tiered* t = tiered(extent)) {
+    if (!t->dram) return {Code::busy, "extent " + std::to_string(extent.index) + " is on an SSD"};
+    return announcement(*t->dram);
+  }
   TM_ASSIGN(const uint32_t index, find(extent));
-  if (!valid(index)) return not_found(extent);
+  if (!valid(index) || table_->at(index).promoted) return not_found(extent);
   return announcement(index);
 }
 
@@ -296,26 +319,36 @@ std::vector<Announcement> DonorImpl::announce() const {
     const ExtentState state = table_->state(i);
     if (state == ExtentState::committed || state == ExtentState::final) out.push_back(announcement(i));
   }
+  for (const auto& [generation, t] : tiers_)
+    if (!t.dram && t.at) out.push_back(announcement(t));
   return out;
 }
 
 std::vector<Announcement> DonorImpl::announce_prepared() const {
   std::vector<Announcement> out;
   for (const auto& [txn, extents] : open_)
-    for (uint32_t i : extents) out.push_back(announcement(i));
+    for (uint32_t i : extents)
+      if (!table_->at(i).promoted) out.push_back(announcement(i));
   return out;
 }
 
 std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit, int64_t now_ns) const {
   std::set<std::string> found;
+  auto add = [&](std::string_view key) {
+    if (!key.starts_with(prefix)) return;
+    found.emplace(key);
+    if (found.size() > limit) found.erase(std::prev(found.end()));  // the first `limit` in order
+  };
+  for (const auto& [generation, t] : tiers_) {
+    const ssd::Record& r = t.record;
+    const bool over = r.ttl_ms && r.committed_ns + static_cast<int64_t>(r.ttl_ms) * 1'000'000 <= now_ns;
+    if (!t.dram && t.at && !over) add(r.key);
+  }
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
     if (state != ExtentState::committed && state != ExtentState::final) continue;
     if (const ExtentEntry& e = table_->at(i); expires_ns(e) <= now_ns) continue;
-    const std::string_view key = table_->record(i).key;
-    if (!key.starts_with(prefix)) continue;
-    found.emplace(key);
-    if (found.size() > limit) found.erase(std::prev(found.end()));  // the first `limit` in order
+    add(table_->record(i).key);
   }
   return {found.begin(), found.end()};
 }

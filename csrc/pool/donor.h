@@ -9,6 +9,12 @@
 // slot, full fence, re-read the word, then map. reclaim() changes the word, full fence, scans all slot pages once per
 // batch; extents still pinned wait in limbo, unfindable and counted, until unpinned or their session ends.
 //
+// SSD: what eviction would throw away is written to a log on disk first, if it is admitted (donor_demote.cpp has the
+// rule), and its memory is free when it is there. Its ExtentRef stays what the home knows it by; promote() brings the
+// bytes back into memory, in an extent of their own, which describe() names as `copy`: readers validate against that.
+// What a disk can bring back at the next start is marked there, durably, before it is said to be gone: remove() tells
+// when. With new memory only sealed objects are taken over from the disk.
+//
 // Failing calls change nothing. A ref whose generation is not the extent's is key_not_found everywhere; a call that the
 // extent's state does not allow is invalid_argument.
 //
@@ -33,6 +39,7 @@ struct DonorOptions {
   uint64_t limit_bytes = 0;             // of data; exhaustion evicts, then pool_full
   uint64_t grow_step_bytes = 64 << 20;  // fallocate in steps
   uint32_t max_extents = 1 << 20;
+  std::vector<SsdOptions> ssd{};
 };
 
 // The table segment: a header page, then entries. Clients on this host map it read-only.
@@ -54,7 +61,7 @@ struct alignas(128) ExtentEntry {
   uint64_t last_use;            // eviction: in bytes touched
   uint32_t uses;
   uint32_t crc32c, has_crc;
-  uint32_t reserved;
+  uint32_t promoted;     // a copy of a record on an SSD; its record's txn says which
   uint64_t ttl_ms;       // 0: never expires
   int64_t committed_ns;  // by the donor's steady clock, if it expires
 };
@@ -100,10 +107,13 @@ struct Announcement {  // what a donor tells a (new) home about one extent
   bool has_crc;
   uint64_t ttl_ms = 0;
   int64_t committed_ns = 0;
+  Tier tier = Tier::dram;
+  std::optional<ExtentRef> copy{};  // where the bytes are, if not in `extent` itself
 };
 struct DonorStats {
   uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
   uint64_t extents = 0, limbo_extents = 0, prepared_extents = 0, pinned_extents = 0, evictions = 0;
+  SsdStats ssd;
 };
 
 class TM_API Donor {
@@ -131,14 +141,28 @@ class TM_API Donor {
   virtual Status finalize(ExtentRef extent) = 0;   // committed -> final
   virtual Status supersede(ExtentRef extent) = 0;  // changes the generation word; then free() may follow
   virtual Status free(ExtentRef extent) = 0;       // limbo while pinned or while the writer may still write
-  virtual void drop_txn(const TxnId& txn) = 0;     // PREPARED parts of an aborted transaction
+  // supersede() and free() in one, and what is on an SSD is marked: `done` when no restart can bring it back.
+  using Done = std::function<void(const Status&)>;
+  virtual void remove(ExtentRef extent, Done done) = 0;
+  virtual void drop_txn(const TxnId& txn) = 0;                              // PREPARED parts of an aborted transaction
   virtual std::vector<std::pair<TxnId, std::string>> prepared() const = 0;  // (txn, key) still open
   virtual void touch(ExtentRef extent) = 0;                                 // a use, for eviction
   virtual void set_evicted_callback(std::function<void(const Announcement&)> fn) = 0;
 
-  virtual Result<Announcement> describe(ExtentRef extent) const = 0;  // stale generation: key_not_found
-  virtual std::vector<Announcement> announce() const = 0;             // COMMITTED and FINAL, not superseded
-  virtual std::vector<Announcement> announce_prepared() const = 0;    // what a rebuild may have to complete
+  // Stale generation: key_not_found. On an SSD only: busy (promote it first).
+  virtual Result<Announcement> describe(ExtentRef extent) const = 0;
+  // `done` when the bytes are in memory; several for one extent share one read. key_not_found: it is gone, or could not
+  // be read and is gone now. pool_full: there was no room for it in five seconds.
+  virtual void promote(ExtentRef extent, Done done) = 0;
+  virtual std::optional<uint64_t> only_on_ssd(ExtentRef extent) const = 0;  // its length
+  virtual bool making_room() const = 0;  // by writing to SSDs; what did not fit may fit soon
+  // Told when an extent's bytes are only on an SSD, and when they are in memory again.
+  virtual void set_tier_callback(std::function<void(const Announcement&)> fn) = 0;
+  // Results of disk work wait until run_completions(); `wake` (from any thread) says that there are some.
+  virtual void set_wake(std::function<void()> wake) = 0;
+  virtual void run_completions() = 0;
+  virtual std::vector<Announcement> announce() const = 0;           // COMMITTED and FINAL, not superseded
+  virtual std::vector<Announcement> announce_prepared() const = 0;  // what a rebuild may have to complete
   // Without what has expired by `now_ns`.
   virtual std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns = 0) const = 0;
 

@@ -9,6 +9,7 @@ Status DonorImpl::check() const {
   TM_TRY(table_->check());
   TM_TRY(space_.check());
   TM_TRY(lru_.check());
+  TM_TRY(check_tiers());
   auto wrong = [](uint32_t index, const char* what) {
     return Status(Code::corrupt, "donor: extent " + std::to_string(index) + ": " + what);
   };

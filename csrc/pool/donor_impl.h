@@ -1,6 +1,7 @@
 // The one implementation of Donor: ExtentTable (what is where, crash-proof) + Allocator (whose bytes) + Turnover (what
-// goes first) + slot pages (who still reads). donor.cpp has life cycle and verbs, donor_reclaim.cpp everything that
-// takes memory back, donor_check.cpp the invariants.
+// goes first) + slot pages (who still reads) + SSD stores. donor.cpp has life cycle and verbs, donor_reclaim.cpp
+// everything that takes memory back, donor_tiers.cpp what is on SSDs, donor_demote.cpp and donor_promote.cpp the ways
+// there and back, donor_check.cpp the invariants.
 #pragma once
 
 #include <map>
@@ -10,6 +11,7 @@
 #include "pool/donor.h"
 #include "pool/eviction.h"
 #include "pool/extent_table.h"
+#include "pool/tiers.h"
 
 namespace torch_mooncake::pool {
 
@@ -17,6 +19,9 @@ class DonorImpl final : public Donor {
  public:
   // `data` was attached if the table has entries.
   DonorImpl(DonorOptions options, std::unique_ptr<ExtentTable> table, std::shared_ptr<Segment> data);
+  ~DonorImpl() override;
+  // Before restore(). With new memory a folder that cannot be used is an error, else it is done without.
+  Status open_ssds(bool attached);
   Status restore(const std::vector<HeldSegment>& held, uint32_t dropped);
 
   std::vector<std::shared_ptr<Segment>> segments() const override { return {table_->table_segment(), data_}; }
@@ -29,12 +34,19 @@ class DonorImpl final : public Donor {
   Status finalize(ExtentRef extent) override;
   Status supersede(ExtentRef extent) override;
   Status free(ExtentRef extent) override;
+  void remove(ExtentRef extent, Done done) override;
   void drop_txn(const TxnId& txn) override;
   std::vector<std::pair<TxnId, std::string>> prepared() const override;
   void touch(ExtentRef extent) override;
   void set_evicted_callback(std::function<void(const Announcement&)> fn) override { evicted_ = std::move(fn); }
 
   Result<Announcement> describe(ExtentRef extent) const override;
+  void promote(ExtentRef extent, Done done) override;
+  std::optional<uint64_t> only_on_ssd(ExtentRef extent) const override;
+  bool making_room() const override { return (demoting_bytes_ > 0 && !stalled()) || room_soon(); }
+  void set_tier_callback(std::function<void(const Announcement&)> fn) override { tier_changed_ = std::move(fn); }
+  void set_wake(std::function<void()> wake) override { inbox_->set_wake(std::move(wake)); }
+  void run_completions() override;
   std::vector<Announcement> announce() const override;
   std::vector<Announcement> announce_prepared() const override;
   std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns) const override;
@@ -77,6 +89,8 @@ class DonorImpl final : public Donor {
   bool evictable(uint32_t index) const;
   template <typename Pred>
   void drop_hints(Pred over);
+  // Nobody's bytes are where they are moved to or from a disk.
+  bool in_io(uint32_t index) const { return in_io_.count(index) != 0; }
   // Changes the words, fences, scans once, then frees the extents or puts them into limbo.
   void retire(const std::vector<uint32_t>& extents);
   void destroy(uint32_t index);
@@ -88,6 +102,50 @@ class DonorImpl final : public Donor {
   std::vector<uint32_t> pick_victims(uint64_t nbytes, uint64_t deficit);
   std::vector<uint32_t> beside_a_run() const;
   Status full(uint64_t nbytes, const std::string& why) const;
+  Status being_written(uint64_t nbytes) const;
+
+  // donor_tiers.cpp
+  friend struct StoreOwner;
+  // The extent in memory that has the bytes of what is known by that name.
+  Result<uint32_t> resident(ExtentRef name) const;
+  Tiered* tiered(ExtentRef name);
+  const Tiered* tiered(ExtentRef name) const { return const_cast<DonorImpl*>(this)->tiered(name); }
+  Tiered* tier_of(uint32_t index);
+  const Tiered* tier_of(uint32_t index) const { return const_cast<DonorImpl*>(this)->tier_of(index); }
+  void take_found(size_t store);
+  bool link_copy(uint32_t index);
+  Announcement announcement(const Tiered& t) const;
+  void settle(uint64_t generation);
+  void unlink_copy(Tiered& t);
+  void set_at(Tiered& t, std::optional<DiskSpot> at);
+  void fire(Tiered& t, const Status& status);
+  void mark(std::vector<DiskSpot> spots, Done done);
+  void bad_spot(uint64_t generation, const DiskSpot& spot);
+  void store_destroyed(size_t store, uint64_t segment, const std::vector<uint64_t>& ids);
+  void store_failed(size_t store);
+  Status check_tiers() const;
+  SsdStats ssd_stats() const;
+
+  // donor_demote.cpp
+  enum class Fate { drop, wait, later, dropped_unwritten, refused };
+  std::optional<size_t> store_for(uint32_t index) const;
+  Fate fate(uint32_t index);
+  bool droppable_now(uint32_t index) const;
+  bool demote(uint32_t index);
+  void demoted(uint64_t generation, uint32_t index, const DiskSpot& spot, const Status& status);
+  void clean_ahead();
+  void set_clean(uint32_t index);
+  bool take_off_clean(uint32_t index);
+  bool stalled() const;
+  bool room_soon() const;
+  std::optional<uint32_t> next_victim();
+
+  // donor_promote.cpp
+  void loaded(uint64_t generation, const DiskSpot& from, Result<ssd::Loaded> loaded);
+  void place(uint64_t generation, std::shared_ptr<ssd::Loaded> loaded);
+  void placed(uint64_t generation, ExtentRef extent);
+  void retry_promotions(int64_t now_ns);
+  void read_from_disk(uint64_t generation);
 
   const DonorOptions options_;
   std::unique_ptr<ExtentTable> table_;
@@ -103,6 +161,27 @@ class DonorImpl final : public Donor {
   mutable std::vector<uint32_t> pins_;  // indices marked by the last scan
   mutable uint32_t pin_epoch_ = 1;
   uint64_t evictions_ = 0;
+
+  std::shared_ptr<ssd::Inbox> inbox_ = std::make_shared<ssd::Inbox>();
+  std::shared_ptr<transfer::IoQueue> io_;
+  std::shared_ptr<ssd::Worker> copier_;  // of big objects
+  MappingPtr data_map_;                  // with SSDs only
+  std::vector<std::unique_ptr<StoreOwner>> stores_;
+  uint64_t unopened_ssds_ = 0;
+  std::unordered_map<uint64_t, Tiered> tiers_;      // by the name's generation
+  std::unordered_map<uint32_t, uint64_t> tier_of_;  // by the extent that has the bytes
+  std::map<uint64_t, std::vector<Done>> removing_;  // names whose marks are under way
+  std::unordered_map<uint32_t, uint64_t> in_io_;    // extent -> its generation
+  uint64_t demoting_bytes_ = 0;
+  std::deque<CleanExtent> clean_;  // written ahead, least valuable first
+  std::unordered_map<uint32_t, uint64_t> clean_bytes_of_;
+  uint64_t clean_bytes_ = 0;
+  std::deque<WaitingPromotion> waiting_promotions_;
+  uint64_t waiting_bytes_ = 0;   // of theirs
+  std::deque<uint64_t> unread_;  // names that are to be read when those have found room
+  std::unordered_map<uint64_t, std::map<SessionId, int64_t>> coming_pins_;  // by name: hints on what is on its way
+  SsdStats ssd_counts_;
+  std::function<void(const Announcement&)> tier_changed_;
   std::function<void(const HeldSegment&, bool)> held_changed_;
   std::function<void(const Announcement&)> evicted_;
 };

@@ -44,12 +44,14 @@ bool DonorImpl::fenced(uint32_t index) const {
 }
 
 bool DonorImpl::evictable(uint32_t index) const {
-  return lru_.contains(index) && !lru_.parked(index) && !pinned(index) && !hints_.count(index);
+  const bool set_aside = lru_.contains(index) && lru_.parked(index) && !clean_bytes_of_.count(index);
+  return lru_.contains(index) && !set_aside && !pinned(index) && !hints_.count(index);
 }
 
 void DonorImpl::retire(const std::vector<uint32_t>& extents) {
   for (uint32_t i : extents) {
     if (lru_.contains(i)) lru_.remove(i);
+    take_off_clean(i);
     if (table_->state(i) == ExtentState::prepared) close_prepared(i);
     if (valid(i)) table_->invalidate(i);
   }
@@ -58,7 +60,7 @@ void DonorImpl::retire(const std::vector<uint32_t>& extents) {
   for (uint32_t i : extents) {
     table_->set_state(i, ExtentState::limbo);
     crash_point("donor.retire.limbo");
-    if (pinned(i) || fenced(i)) {
+    if (pinned(i) || fenced(i) || in_io(i)) {
       limbo_.push_back(i);
     } else {
       destroy(i);
@@ -78,7 +80,7 @@ void DonorImpl::sweep_limbo() {
   scan_pins();
   std::vector<uint32_t> waiting;
   for (uint32_t i : limbo_) {
-    if (pinned(i) || fenced(i)) {
+    if (pinned(i) || fenced(i) || in_io(i)) {
       waiting.push_back(i);
     } else {
       destroy(i);
@@ -125,7 +127,19 @@ Status DonorImpl::make_room(uint64_t nbytes) {
     const uint64_t free = space_.free_bytes();
     std::vector<uint32_t> victims;
     if (free < want || nbytes < kSlabLimit) victims = pick_victims(nbytes, want - std::min(want, free));
-    if (victims.empty()) victims = beside_a_run();
+    if (victims.empty() && making_room()) return being_written(nbytes);
+    if (victims.empty()) {
+      victims = beside_a_run();
+      bool waits = false;
+      for (uint32_t i : victims) {
+        if (droppable_now(i)) continue;
+        const Fate what = fate(i);
+        ssd_counts_.dropped += what == Fate::dropped_unwritten;
+        if (what == Fate::wait) lru_.park(i);
+        waits = waits || what == Fate::wait || what == Fate::later;
+      }
+      if (waits) return being_written(nbytes);
+    }
     if (victims.empty()) return full(nbytes, "what is free is in too many pieces between pinned extents");
     evict(victims);
   }
@@ -138,25 +152,36 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
   std::vector<uint32_t> victims;
   uint64_t sum = 0;
   do {
-    const auto victim = lru_.victim();
+    const auto victim = next_victim();
     if (!victim) break;
     if (!evictable(*victim)) {
       lru_.park(*victim);
       parked_.push_back(*victim);
       continue;
     }
+    // Room that is being made already is not made twice.
+    if (!droppable_now(*victim) && sum + demoting_bytes_ >= std::max<uint64_t>(deficit, 1) && !stalled()) break;
+    const Fate what = fate(*victim);
+    if (what == Fate::later) break;
+    if (what == Fate::wait) {
+      lru_.park(*victim);
+      continue;
+    }
+    ssd_counts_.refused += what == Fate::refused;
+    ssd_counts_.dropped += what == Fate::dropped_unwritten;
     std::vector<uint32_t> group{*victim};
     const Placement placement = table_->record(*victim).placement;
     const bool same_cell = nbytes < kSlabLimit && Allocator::footprint(placement) == Allocator::footprint(nbytes);
     if (placement.slab != kNoSlab && !same_cell) {
       auto mates = space_.owners_at(placement.slab / kPageBytes);
-      if (std::all_of(mates.begin(), mates.end(), [this](uint32_t i) { return evictable(i); }))
+      if (std::all_of(mates.begin(), mates.end(), [this](uint32_t i) { return evictable(i) && droppable_now(i); }))
         group = std::move(mates);
     }
     for (uint32_t i : group) {
       sum += footprint(i);
       victims.push_back(i);
-      lru_.park(i);  // so that the next victim is another one; evict() takes it from there
+      take_off_clean(i);
+      if (!lru_.parked(i)) lru_.park(i);  // so that the next victim is another one; evict() takes it from there
     }
   } while (victims.empty() || sum < deficit);
   return victims;
@@ -180,13 +205,23 @@ std::vector<uint32_t> DonorImpl::beside_a_run() const {
 
 void DonorImpl::evict(const std::vector<uint32_t>& victims) {
   std::vector<Announcement> gone;
+  std::vector<uint64_t> names;
   for (uint32_t i : victims) {
-    if (evicted_) gone.push_back(announcement(i));
+    if (Tiered* t = tier_of(i)) {
+      names.push_back(t->name().generation);
+      unlink_copy(*t);
+    } else {
+      ++evictions_;
+      if (evicted_) gone.push_back(announcement(i));
+    }
     lru_.evict(i, table_->at(i).key_hash[0]);
   }
-  evictions_ += victims.size();
   retire(victims);
   for (const Announcement& a : gone) evicted_(a);
+  for (uint64_t name : names) {
+    if (const Tiered& t = tiers_.at(name); t.at && tier_changed_) tier_changed_(announcement(t));
+    settle(name);
+  }
 }
 
 bool DonorImpl::evict_one() {
@@ -195,6 +230,12 @@ bool DonorImpl::evict_one() {
   if (victims.empty()) return false;
   evict(victims);
   return true;
+}
+
+// No word in the log: it passes.
+Status DonorImpl::being_written(uint64_t nbytes) const {
+  return {Code::pool_full, std::to_string(nbytes) + " bytes asked, " + std::to_string(demoting_bytes_) +
+                               " are being written to the SSD to make room"};
 }
 
 Status DonorImpl::full(uint64_t nbytes, const std::string& why) const {
@@ -254,6 +295,7 @@ void DonorImpl::drop_hints(Pred over) {
 
 void DonorImpl::end_session(SessionId session) {
   drop_hints([session](const auto& hint) { return hint.first == session; });
+  for (auto& [generation, owners] : coming_pins_) owners.erase(session);
   const auto it = sessions_.find(session);
   if (it == sessions_.end()) return;
   const HeldSegment slots{SegmentRole::slots, session, it->second.slots};
@@ -282,7 +324,14 @@ bool DonorImpl::released(const SessionState& session) {
 }
 
 bool DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner) {
-  auto found = find(extent);
+  if (Tiered* t = tiered(extent); t && !t->dram) {  // brought into memory, and pinned there
+    if (!t->at) return false;
+    int64_t& until = coming_pins_[extent.generation][owner];
+    until = std::max(until, until_ns);
+    promote(extent, [](const Status&) {});
+    return true;
+  }
+  auto found = resident(extent);
   if (!found.is_ok() || !valid(*found)) return false;
   int64_t& until = hints_[*found][owner];
   until = std::max(until, until_ns);
@@ -290,7 +339,9 @@ bool DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner) {
 }
 
 void DonorImpl::unpin(ExtentRef extent, SessionId owner) {
-  const auto found = find(extent);
+  if (const auto coming = coming_pins_.find(extent.generation); coming != coming_pins_.end())
+    coming->second.erase(owner);
+  const auto found = resident(extent);
   const auto it = found.is_ok() ? hints_.find(*found) : hints_.end();
   if (it == hints_.end()) return;
   it->second.erase(owner);
@@ -306,6 +357,9 @@ void DonorImpl::sweep(int64_t now_ns) {
   sweep_limbo();
   unpark();
   space_.lift_ceiling();
+  for (const auto& owner : stores_) owner->store->tick(now_ns);
+  retry_promotions(now_ns);
+  clean_ahead();
 }
 
 DonorStats DonorImpl::stats() const {
@@ -326,6 +380,7 @@ DonorStats DonorImpl::stats() const {
   scan_pins();
   s.pinned_extents = pins_.size();
   s.evictions = evictions_;
+  s.ssd = ssd_stats();
   return s;
 }
 

@@ -178,6 +178,7 @@ Result<uint64_t> ExtentTable::publish(uint32_t index, uint64_t nbytes, SessionId
   e.crc32c = e.has_crc = 0;
   e.ttl_ms = 0;
   e.committed_ns = 0;
+  e.promoted = 0;
   TM_TRY(failpoint("donor.publish.fields"));
   const uint64_t generation = next_generation();
   e.content_generation = generation;
@@ -205,6 +206,17 @@ uint64_t ExtentTable::next_generation() {
   uint64_t g = next.fetch_add(1, std::memory_order_relaxed);
   if (g == 0) g = next.fetch_add(1, std::memory_order_relaxed);  // 0 means "no pin" in a slot
   return g;
+}
+
+bool ExtentTable::ssd_is_dead(uint64_t path_hash) const {
+  const uint32_t n = std::min(header_->dead_ssds, TableHeader::kDeadSsds);
+  return header_->dead_ssds > n || std::count(header_->dead_ssd, header_->dead_ssd + n, path_hash) != 0;
+}
+
+void ExtentTable::set_ssd_dead(uint64_t path_hash) {
+  if (ssd_is_dead(path_hash)) return;
+  if (header_->dead_ssds < TableHeader::kDeadSsds) header_->dead_ssd[header_->dead_ssds] = path_hash;
+  std::atomic_ref(header_->dead_ssds).fetch_add(1, std::memory_order_release);
 }
 
 ExtentState ExtentTable::state(uint32_t index) const {

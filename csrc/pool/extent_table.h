@@ -25,6 +25,10 @@ struct TableHeader {
   uint64_t next_generation;  // starts at a random number; taken before use, so never used twice
   uint64_t hash_seed;
   uint32_t entries;  // ever used; beyond them all is free
+  // Of SSD folders (hashes of their paths) that failed while this memory lived: what they hold may be superseded.
+  static constexpr uint32_t kDeadSsds = 16;
+  uint32_t dead_ssds;
+  uint64_t dead_ssd[kDeadSsds];
 };
 
 // What is recorded of an extent, as views into the records segment.
@@ -67,12 +71,15 @@ class ExtentTable {
   bool has_free_entry() const { return !free_.empty() || header_->entries < header_->max_extents; }
   const std::shared_ptr<Segment>& table_segment() const { return table_; }
   const std::shared_ptr<Segment>& records_segment() const { return records_; }
+  // A value that no generation word has had or will have.
+  uint64_t next_generation();
+  bool ssd_is_dead(uint64_t path_hash) const;
+  void set_ssd_dead(uint64_t path_hash);
   Status check() const;
 
  private:
   ExtentTable() = default;
   Status map();
-  uint64_t next_generation();
 
   std::shared_ptr<Segment> table_, records_;
   MappingPtr table_map_, records_map_;

@@ -82,7 +82,7 @@ Found Home::find(std::string_view key) const {
   found.places.reserve(e.spots());
   for (size_t i = 0; i < e.spots(); ++i) {
     const Spot spot = e.spot(i);
-    found.places.push_back({spot.part, {donors_[spot.donor].id, spot.extent}});
+    found.places.push_back({spot.part, {donors_[spot.donor].id, spot.extent, spot.tier}});
   }
   return found;
 }
@@ -443,7 +443,7 @@ void Home::resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, c
   Busy& busy = it->second;
   if (mark.what == Mark::What::commit) {
     for (NewSpot& spot : busy.op.spots) {
-      if (!(spot == Spot{donor, 0, mark.extent}) || spot.state != NewSpot::State::prepared) continue;
+      if (!(spot == Spot{donor, 0, mark.extent, {}}) || spot.state != NewSpot::State::prepared) continue;
       spot.state = status.is_ok() ? NewSpot::State::committed : NewSpot::State::gone;
     }
     if (!status.is_ok()) busy.failure = status;
@@ -457,8 +457,19 @@ void Home::evicted(const NodeId& node, std::string_view key, ExtentRef extent) {
   if (const auto index = donor_index(node)) forget_spot(hash(key), *index, extent);
 }
 
+void Home::moved(const NodeId& node, std::string_view key, ExtentRef extent, Tier tier) {
+  const auto index = donor_index(node);
+  const KeyHash h = hash(key);
+  const Index::Ref known = entries_.find(h);
+  if (!index || !known) return;
+  IndexEntry entry = known.entry();
+  for (Spot& spot : entry.spots)
+    if (spot == Spot{*index, 0, extent, tier}) spot.tier = tier;
+  entries_.set(h, entry);
+}
+
 void Home::forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent) {
-  const Spot gone_spot{donor, 0, extent};
+  const Spot gone_spot{donor, 0, extent, {}};
   if (const auto it = candidates_.find(hash); it != candidates_.end())
     std::erase_if(it->second, [&](const Candidate& c) { return c == gone_spot; });
   if (const auto it = busy_.find(hash); it != busy_.end()) {

@@ -123,6 +123,7 @@ class TM_API Home {
   void unwatch(RequestId request);
 
   void evicted(const NodeId& node, std::string_view key, ExtentRef extent);
+  void moved(const NodeId& node, std::string_view key, ExtentRef extent, Tier tier);
   // `ok`, or why the donor did not do it. Not called for marks that did not reach the donor.
   void mark_done(MarkId id, const Status& status);
   void tick(int64_t now_ns);

@@ -47,6 +47,7 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
     c.donor = *index;
     c.part = a.part;
     c.extent = a.extent;
+    c.tier = a.tier;
     c.version = a.version;
     c.txn = a.txn;
     c.kind = a.kind;
@@ -74,7 +75,7 @@ Found Home::served_early(const Candidates& candidates) const {
     for (const Candidate* c : list) {
       found.expires_ns = std::min(found.expires_ns, c->expires_ns);
       spots.push_back(*c);
-      found.places.push_back({c->part, {donors_[c->donor].id, c->extent}});
+      found.places.push_back({c->part, {donors_[c->donor].id, c->extent, c->tier}});
     }
     if (whole(spots, found.parts)) return found;
   }
@@ -218,7 +219,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     if (out.donor == donor) asked.emplace(out.mark.extent.index, out.mark.extent.generation);
   for (const Announced& a : extents) {
     const KeyHash h = hash(a.key);
-    Spot spot{donor, a.part, a.extent};
+    Spot spot{donor, a.part, a.extent, a.tier};
     if (!is_stored(a.state)) {
       if (open_txn(h, a.txn)) continue;
       Mark mark = make_mark(Mark::What::drop, h, a.extent);
@@ -228,7 +229,13 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     }
     const Index::Ref known = entries_.find(h);
     IndexEntry entry = known ? known.entry() : IndexEntry{};
-    if (std::find(entry.spots.begin(), entry.spots.end(), spot) != entry.spots.end()) continue;
+    if (const auto same = std::find(entry.spots.begin(), entry.spots.end(), spot); same != entry.spots.end()) {
+      if (same->tier != a.tier) {
+        same->tier = a.tier;
+        entries_.set(h, entry);
+      }
+      continue;
+    }
     if (asked.count({a.extent.index, a.extent.generation})) continue;
     const auto busy = busy_.find(h);
     if (busy != busy_.end() && needs(busy->second, spot)) continue;

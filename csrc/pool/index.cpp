@@ -56,6 +56,7 @@ void Index::set(const KeyHash& hash, const IndexEntry& entry) {
     slot.extent = entry.spots[0].extent.index;
     slot.generation = entry.spots[0].extent.generation;
     slot.donor = entry.spots[0].donor;
+    slot.on_disk = entry.spots[0].tier == Tier::ssd;
   } else {
     more_[hash] = {entry.parts, entry.expires_ns, entry.spots};
   }

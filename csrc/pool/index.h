@@ -22,9 +22,10 @@ struct HashOfHash {
 };
 
 struct Spot {  // an extent on a donor
-  uint32_t donor = 0;  // below 2^29
+  uint32_t donor = 0;  // below 2^28
   uint32_t part = 0;
   ExtentRef extent;
+  Tier tier = Tier::dram;
   bool operator==(const Spot& o) const {
     return donor == o.donor && extent.index == o.extent.index && extent.generation == o.extent.generation;
   }
@@ -45,7 +46,8 @@ class TM_API Index {
     Version version;
     uint64_t generation = 0;
     uint32_t extent = 0;
-    uint32_t donor : 29 = 0, used : 1 = 0, sealed : 1 = 0, more : 1 = 0;  // more: the rest is in the side table
+    uint32_t donor : 28 = 0, used : 1 = 0, sealed : 1 = 0, on_disk : 1 = 0;
+    uint32_t more : 1 = 0;  // the rest is in the side table
   };
   static_assert(sizeof(Slot) == 48);
   struct More {
@@ -65,7 +67,8 @@ class TM_API Index {
     int64_t expires_ns() const { return more_ ? more_->expires_ns : INT64_MAX; }
     size_t spots() const { return more_ ? more_->spots.size() : 1; }
     Spot spot(size_t i) const {
-      return more_ ? more_->spots[i] : Spot{slot_->donor, 0, {slot_->extent, slot_->generation}};
+      if (more_) return more_->spots[i];
+      return {slot_->donor, 0, {slot_->extent, slot_->generation}, slot_->on_disk ? Tier::ssd : Tier::dram};
     }
     IndexEntry entry() const;
 

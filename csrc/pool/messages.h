@@ -37,6 +37,7 @@ enum Method : uint16_t {
   kPrefix,
   kRefresh,
   kEvents,
+  kTiers,
 };
 
 inline constexpr size_t kEventLog = 1 << 16;
@@ -115,9 +116,10 @@ struct Announced {
   uint32_t part = 0, parts = 1;
   ExtentRef extent;
   std::optional<uint64_t> left_ms;  // until it expires, by the donor's clock; none: never
+  Tier tier = Tier::dram;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms);
+    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms)(tier);
   }
 };
 struct AnnounceRequest {
@@ -192,6 +194,26 @@ struct EvictedReport {
   uint64_t view = 0;
   NodeId node{};
   std::vector<EvictedExtent> extents;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(node)(extents, kMaxBatch);
+  }
+};
+
+struct TierChange {
+  std::string key;
+  ExtentRef extent;
+  Tier tier = Tier::dram;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(key, kMaxKeyBytes)(extent)(tier);
+  }
+};
+struct TierReport {
+  static constexpr const char* kName = "tiers";
+  uint64_t view = 0;
+  NodeId node{};
+  std::vector<TierChange> extents;
   template <typename Ar>
   void fields(Ar& ar) {
     ar(view)(node)(extents, kMaxBatch);
@@ -314,9 +336,10 @@ struct BeginAnswer {
 struct ReplicaRef {
   NodeId node{};
   ExtentRef extent;
+  Tier tier = Tier::dram;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(node)(extent);
+    ar(node)(extent)(tier);
   }
 };
 struct CommitCall {
@@ -376,9 +399,10 @@ struct Description {
   std::optional<uint32_t> crc32c;
   std::vector<Piece> pieces;
   std::optional<InlineData> data;
+  std::optional<ExtentRef> copy;  // the extent they are, if not the one asked for: readers validate by it
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(crc32c)(pieces, kMaxPieces)(data);
+    ar(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(crc32c)(pieces, kMaxPieces)(data)(copy);
   }
 };
 struct Place {
@@ -562,11 +586,14 @@ struct StatAnswer {
   uint64_t extents = 0, pinned = 0, evictions = 0;
   bool is_home = false;
   NodeActivity activity;
+  SsdStats ssd;
   template <typename Ar>
   void fields(Ar& ar) {
     ar(view)(keys)(
         limit_bytes)(used_bytes)(limbo_bytes)(prepared_bytes)(fenced_bytes)(extents)(pinned)(evictions)(is_home);
     ar(activity);
+    ar(ssd.limit_bytes)(ssd.used_bytes)(ssd.records)(ssd.record_bytes)(ssd.demotions)(ssd.promotions)(ssd.dropped);
+    ar(ssd.refused)(ssd.reclaimed)(ssd.errors)(ssd.corrupt)(ssd.out_of_service);
   }
 };
 

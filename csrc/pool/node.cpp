@@ -10,7 +10,8 @@ namespace {
 
 // What the last worker left, or new memory.
 Result<std::unique_ptr<Donor>> open_donor(WorkerContext& context, bool* attached) {
-  const DonorOptions options{context.options.memory_bytes};
+  DonorOptions options{context.options.memory_bytes};
+  options.ssd = context.options.ssd;
   if (!context.held.empty()) {
     auto donor = Donor::attach(options, std::move(context.held));
     *attached = donor.is_ok();

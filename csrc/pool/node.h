@@ -20,10 +20,11 @@ struct NodeOptions {
   std::string leader;               // empty: this node is the leader (first directory node); else its address
   std::string token;                // default: the pool's token file in runtime_dir, made if absent
   std::string host_id;
-  uint64_t memory_bytes = 0;  // 0: 25 % of what the cgroup allows
-  double linger_s = 60;       // exits this long after its last client; < 0: never. (Waits 30 s at least for a first.)
-  double drain_s = 30;        // the longest that SIGTERM lets it drain
-  int ready_fd = -1;          // gets "ready <address> <address>...\n" or "error <text>\n", then EOF
+  uint64_t memory_bytes = 0;    // 0: 25 % of what the cgroup allows
+  std::vector<SsdOptions> ssd;  // folders on SSDs that hold what the memory has no room for
+  double linger_s = 60;         // exits this long after its last client; < 0: never. (Waits 30 s at least for a first.)
+  double drain_s = 30;          // the longest that SIGTERM lets it drain
+  int ready_fd = -1;            // gets "ready <address> <address>...\n" or "error <text>\n", then EOF
 };
 
 // Runs the keeper in this process until it is told to stop (SIGTERM drains) or lingers out; the process must have no

@@ -55,6 +55,16 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
     auto nbytes = parse_bytes(value);
     if (!nbytes.is_ok()) return nbytes.status().with(name);
     options.memory_bytes = *nbytes;
+  } else if (name == "--ssd") {
+    // PATH:SIZE, several separated by commas.
+    for (size_t at = 0; at <= value.size();) {
+      const size_t comma = std::min(value.find(',', at), value.size()), colon = value.rfind(':', comma);
+      if (colon == std::string::npos || colon <= at) return invalid(name, "\"" + value + "\": PATH:SIZE is needed");
+      auto nbytes = parse_bytes(std::string_view(value).substr(colon + 1, comma - colon - 1));
+      if (!nbytes.is_ok()) return nbytes.status().with(name);
+      options.ssd.push_back({value.substr(at, colon - at), *nbytes});
+      at = comma + 1;
+    }
   } else if (name == "--linger-s" || name == "--linger") {
     return parse_number(name, value, options.linger_s);
   } else if (name == "--drain-s") {
@@ -69,11 +79,9 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
 
 Status from_environment(NodeOptions& options) {
   options.runtime_dir = default_runtime_dir();
-  static const std::map<const char*, const char*> kNames{{"TM_RUNTIME_DIR", "--runtime-dir"},
-                                                         {"TM_POOL", "--pool"},
-                                                         {"TM_MEMORY", "--memory"},
-                                                         {"TM_LINGER_S", "--linger-s"},
-                                                         {"TM_HOST_ID", "--host-id"}};
+  static const std::map<const char*, const char*> kNames{
+      {"TM_RUNTIME_DIR", "--runtime-dir"}, {"TM_POOL", "--pool"},      {"TM_MEMORY", "--memory"}, {"TM_SSD", "--ssd"},
+      {"TM_LINGER_S", "--linger-s"},       {"TM_HOST_ID", "--host-id"}};
   for (const auto& [variable, option] : kNames) {
     const char* value = std::getenv(variable);
     if (!value || !*value) continue;
@@ -92,6 +100,8 @@ std::string node_usage() {
          "  --runtime-dir DIR   folder (0700, ours) of this host's nodes            [TM_RUNTIME_DIR]\n"
          "  --pool NAME         name of the pool on this host, \"default\"            [TM_POOL]\n"
          "  --memory SIZE       bytes to lend, such as 64G; a quarter of the memory [TM_MEMORY]\n"
+         "  --ssd PATH:SIZE     folder of our own on an SSD for what the memory has no room for; may be repeated "
+         "[TM_SSD]\n"
          "  --listen ADDRESS    listen here too, such as tcp://0.0.0.0:7400; may be repeated\n"
          "  --leader ADDRESS    join the pool that this node leads; without, be the leader\n"
          "  --token-file FILE   the pool's secret (mode 600); without, TM_TOKEN or the one in the pool's folder\n"
@@ -112,6 +122,9 @@ Result<NodeArgs> parse_node_args(const std::vector<std::string>& args) {
   }
   if (out.help || out.version) return out;
   TM_TRY(from_environment(out.options));
+  // What the command line says of SSDs replaces what the environment says.
+  for (const std::string& arg : args)
+    if (arg == "--ssd" || arg.starts_with("--ssd=")) out.options.ssd.clear();
   for (size_t i = 0; i < args.size(); ++i) {
     const size_t equals = args[i].starts_with("--") ? args[i].find('=') : std::string::npos;
     const std::string name = args[i].substr(0, equals);

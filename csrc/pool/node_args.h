@@ -16,7 +16,7 @@ struct NodeArgs {
 
 TM_API std::string node_usage();
 // `args` without the program's name; "--name value" or "--name=value". What is not given comes from TM_RUNTIME_DIR,
-// TM_POOL, TM_TOKEN, TM_MEMORY, TM_LINGER_S and TM_HOST_ID. Unknown options, missing or malformed values:
+// TM_POOL, TM_TOKEN, TM_MEMORY, TM_SSD, TM_LINGER_S and TM_HOST_ID. Unknown options, missing or malformed values:
 // invalid_argument, naming the option. (Meaning is checked later, by resolve_options.)
 TM_API Result<NodeArgs> parse_node_args(const std::vector<std::string>& args);
 

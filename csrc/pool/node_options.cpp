@@ -10,10 +10,12 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <set>
 
 #include "common/fd.h"
 #include "common/random.h"
 #include "memory/host_memory.h"
+#include "pool/ssd/store.h"
 #include "rpc/address.h"
 
 namespace torch_mooncake::pool {
@@ -75,6 +77,13 @@ Result<NodeOptions> resolve_options(NodeOptions options) {
   if (options.ready_fd < -1) return invalid("ready-fd " + std::to_string(options.ready_fd));
   if (options.ready_fd >= 0 && ::fcntl(options.ready_fd, F_GETFD) < 0)
     return invalid("ready-fd " + std::to_string(options.ready_fd) + " is not open");
+  std::set<std::string> folders;
+  for (const SsdOptions& ssd : options.ssd) {
+    if (ssd.path.empty() || ssd.path[0] != '/') return invalid("ssd \"" + ssd.path + "\": an absolute path is needed");
+    if (ssd.limit_bytes < ssd::kLeastLimit)
+      return invalid("ssd " + ssd.path + ": at least " + std::to_string(ssd::kLeastLimit >> 20) + " MiB are needed");
+    if (!folders.insert(ssd.path).second) return invalid("ssd " + ssd.path + " is given twice");
+  }
   const uint64_t limit = memory_limit();
   if (options.memory_bytes == 0) options.memory_bytes = limit / 4;
   if (options.memory_bytes < kLeastMemory)

@@ -43,6 +43,8 @@ Status NodeServiceImpl::start() {
   self_.limit_bytes = donor_->stats().limit_bytes;
 
   donor_->set_evicted_callback([this](const Announcement& a) { evicted_.push_back({a.key, a.extent}); });
+  donor_->set_tier_callback([this](const Announcement& a) { moved_.push_back({a.key, a.extent, a.tier}); });
+  donor_->set_wake([this] { strand_.run([this] { disk_done(); }); });
   engine_->rpc().on_session([this](const rpc::SessionPtr& session) {
     rpc::Session* raw = session.get();
     session->on_close([this, raw](const Status&) { strand_.run([this, raw] { session_closed(raw); }); });
@@ -108,6 +110,7 @@ void NodeServiceImpl::register_methods() {
   method(kLeave, &NodeServiceImpl::on_leave);
   method(kMark, &NodeServiceImpl::on_mark);
   method(kEvicted, &NodeServiceImpl::on_evicted);
+  method(kTiers, &NodeServiceImpl::on_tiers);
 }
 
 Status NodeServiceImpl::usable() const {
@@ -286,6 +289,10 @@ void NodeServiceImpl::tick() {
   for (RequestId id : late) {
     home_->unwatch(id);
     auto lookup = std::move(lookups_.extract(id).mapped());
+    if (lookup.promoting > 0) {
+      lookup.responder->fail({Code::deadline_exceeded, "the SSD did not answer in time"});
+      continue;
+    }
     lookup.responder->fail(
         lookup.call.present
             ? Status(Code::deadline_exceeded, "the key did not appear in time")
@@ -345,6 +352,7 @@ void NodeServiceImpl::close() {
   sleep_cv_.notify_all();
   if (engine_) engine_->close();
   if (thread_.joinable()) thread_.join();
+  if (donor_) donor_->set_wake(nullptr);
   strand_.close();
 }
 

@@ -6,6 +6,7 @@
 //   service_lookup.cpp   lookup, describe, keys, stat
 //   service_chains.cpp   what concerns chains of keys: prefix, refresh
 //   service_events.cpp   the stream of what becomes of keys
+//   service_tiers.cpp    what is asked for and lies on an SSD
 //   service_members.cpp  marks, and the leader's side of membership
 //   service_join.cpp     a member's side of membership (its own thread)
 #pragma once
@@ -70,6 +71,8 @@ class NodeServiceImpl final : public NodeService {
     bool exists_only = false;
     ResponderPtr responder;
     int64_t deadline_ns = 0;
+    uint32_t promoting = 0;  // extents that are on their way into memory
+    bool promoted = false;   // those that were not, were asked for
   };
   struct Member {
     NodeInfo info;
@@ -129,6 +132,13 @@ class NodeServiceImpl final : public NodeService {
   void on_touch(const rpc::SessionPtr&, TouchCall, ResponderPtr);
   void look_up(RequestId request);
   std::optional<Description> describe(ExtentRef extent, const std::string& key, bool data);
+  void answer_describe(const DescribeCall& call, const ResponderPtr& responder, const Status& failure);
+
+  // service_tiers.cpp
+  bool promote_for(RequestId request, const std::vector<Found>& found);
+  void promote_then(const std::vector<ExtentRef>& extents, std::function<void(const Status&)> done);
+  void disk_done();
+  void on_tiers(const rpc::SessionPtr&, TierReport, ResponderPtr);
 
   // service_chains.cpp
   void on_prefix(const rpc::SessionPtr&, PrefixCall, ResponderPtr);
@@ -148,7 +158,7 @@ class NodeServiceImpl final : public NodeService {
   void on_leave(const rpc::SessionPtr&, LeaveRequest, ResponderPtr);
   void on_mark(const rpc::SessionPtr&, Mark, ResponderPtr);
   void on_evicted(const rpc::SessionPtr&, EvictedReport, ResponderPtr);
-  Status apply_mark(const Mark& mark);
+  void apply_mark(const Mark& mark, std::function<void(const Status&)> done);
   void send_mark(const SendMark& send);
   void repeat_marks();
   void pump();  // does what the home wants done, until it wants nothing
@@ -162,7 +172,7 @@ class NodeServiceImpl final : public NodeService {
   void membership_thread();
   Status be_member();  // until the connection is lost or the service closes
   Status announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer);
-  void drop_named();
+  void drop_named(std::function<void(const Status&)> done);
   bool sleep_ms(int64_t ms);  // false: closing
   Announced slim(Announcement a) const;
   std::vector<Announced> announcements() const;
@@ -191,6 +201,7 @@ class NodeServiceImpl final : public NodeService {
   std::vector<ReservedBatch> reserved_batches_;
   std::vector<EvictedExtent> evicted_;
   NodeActivity done_;  // the counts; the rest is filled in when asked
+  std::vector<TierChange> moved_;
 
   // The leader's.
   std::optional<Home> home_;

@@ -1,5 +1,7 @@
 // A member's side of membership: join the leader, announce, send heartbeats; fenced when the lease has run out. One
 // thread, asleep between heartbeats.
+#include <future>
+
 #include "common/log.h"
 #include "pool/service_impl.h"
 #include "pool/view_record.h"
@@ -61,12 +63,23 @@ void NodeServiceImpl::counted(int64_t at_ns) {
 // The donor's table is copied and evictions are reported from one moment on, so that nothing falls between.
 Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer) {
   std::vector<Announced> extents;
+  std::promise<Status> dropped;
   strand_.run_and_wait([&] {
-    if (!answer.keep_named) drop_named();
+    if (answer.keep_named) {
+      dropped.set_value({});
+    } else {
+      drop_named([&](const Status& s) { dropped.set_value(s); });
+    }
     extents = announcements();
     evicted_.clear();
+    moved_.clear();
     leader_session_ = leader;
   });
+  // What is on an SSD must not come back with the next worker, whom a rebuilt home would trust.
+  auto over = dropped.get_future();
+  while (over.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready)
+    if (closing_) return {Code::closed, "closing"};
+  TM_TRY(over.get());
   constexpr size_t kChunk = 4096;
   int64_t sent_ns = 0;
   View view;
@@ -90,20 +103,25 @@ Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAns
 }
 
 // We were out of the view: somebody else may have newer versions of what we hold.
-void NodeServiceImpl::drop_named() {
+void NodeServiceImpl::drop_named(std::function<void(const Status&)> done) {
+  auto left = std::make_shared<size_t>(1);
+  const auto one = [left, done](const Status& s) {
+    if (!s.is_ok()) log::error("pool", s.with("dropping what an expelled node held").to_string());
+    if (--*left == 0) done({});
+  };
   for (const Announcement& a : donor_->announce()) {
     if (a.kind != Kind::named) continue;
-    Status s = donor_->supersede(a.extent);
-    if (s.is_ok()) s = donor_->free(a.extent);
-    if (!s.is_ok()) log::error("pool", s.with("dropping what an expelled node held").to_string());
+    ++*left;
+    donor_->remove(a.extent, one);
   }
+  one({});
   retry_reservations();
 }
 
 // A home of another host counts by another clock, whose rate may differ by 10 %: a member says less than what is left,
 // so that no home serves what an earlier one has called expired.
 Announced NodeServiceImpl::slim(Announcement a) const {
-  Announced slim{std::move(a.key), a.kind, a.state, a.version, a.txn, a.part, a.parts, a.extent, {}};
+  Announced slim{std::move(a.key), a.kind, a.state, a.version, a.txn, a.part, a.parts, a.extent, {}, a.tier};
   if (a.ttl_ms && a.state != ExtentState::prepared) {
     auto passed_ms = static_cast<uint64_t>(std::max<int64_t>(0, steady_ns() - a.committed_ns)) / 1'000'000 + 1;
     if (!leader_) passed_ms += passed_ms / 10;

@@ -23,7 +23,7 @@ void NodeServiceImpl::on_lookup(const rpc::SessionPtr&, LookupCall call, Respond
 // Answers, or watches what cannot be answered yet.
 void NodeServiceImpl::look_up(RequestId request) {
   const auto it = lookups_.find(request);
-  if (it == lookups_.end()) return;
+  if (it == lookups_.end() || it->second.promoting > 0) return;
   const PendingLookup& lookup = it->second;
   const LookupCall& call = lookup.call;
   std::vector<Found> found;
@@ -46,6 +46,7 @@ void NodeServiceImpl::look_up(RequestId request) {
     lookups_.erase(it);
     return;
   }
+  if (promote_for(request, found)) return;
   LookupAnswer answer;
   answer.view = home_->view();
   size_t bytes = 0;
@@ -91,11 +92,20 @@ std::optional<Description> NodeServiceImpl::describe(ExtentRef extent, const std
       d.data->bytes.append(reinterpret_cast<const char*>(data_maps_[piece.segment]->data + piece.offset), piece.nbytes);
   }
   d.pieces = std::move(a->pieces);
+  d.copy = a->copy;
   return d;
 }
 
 void NodeServiceImpl::on_describe(const rpc::SessionPtr&, DescribeCall call, ResponderPtr responder) {
   if (const Status s = usable(); !s.is_ok() && !draining_) return responder->fail(s);
+  std::vector<ExtentRef> extents;
+  for (const EvictedExtent& e : call.extents) extents.push_back(e.extent);
+  promote_then(extents, [this, call = std::make_shared<DescribeCall>(std::move(call)), responder](const Status& s) {
+    answer_describe(*call, responder, s);
+  });
+}
+
+void NodeServiceImpl::answer_describe(const DescribeCall& call, const ResponderPtr& responder, const Status& failure) {
   DescribeAnswer answer;
   size_t bytes = 0;
   for (const EvictedExtent& e : call.extents) {
@@ -103,6 +113,8 @@ void NodeServiceImpl::on_describe(const rpc::SessionPtr&, DescribeCall call, Res
     answer.descriptions.push_back(describe(e.extent, e.key, call.data));
     if (const auto& d = answer.descriptions.back()) bytes += answer_bytes(*d) + 64;
   }
+  // Nothing but what could not be brought back from an SSD for lack of room: that is not "gone".
+  if (bytes == 0 && !failure.is_ok()) return responder->fail(failure);
   responder->ok(encode(answer));
 }
 
@@ -148,6 +160,7 @@ void NodeServiceImpl::on_stat(const rpc::SessionPtr&, Empty, ResponderPtr respon
   const Status ready = readiness();
   answer.activity.ready = ready.is_ok();
   answer.activity.unready = ready.message().substr(0, kMaxTextBytes);
+  answer.ssd = stats.ssd;
   responder->ok(encode(answer));
 }
 

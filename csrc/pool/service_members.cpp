@@ -9,30 +9,33 @@ namespace torch_mooncake::pool {
 
 // --- marks ---
 
-Status NodeServiceImpl::apply_mark(const Mark& mark) {
+// `done` at once, or, if the disk has to say so first, later on the strand.
+void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Status&)> done) {
+  auto commit = [&]() -> Status {
+    TM_TRY(failpoint("node.commit"));
+    TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, mark.ttl_ms, steady_ns()));
+    reserved_until_.erase(mark.txn);
+    return failpoint("node.committed");
+  };
   switch (mark.what) {
     case Mark::What::commit:
-      TM_TRY(failpoint("node.commit"));
-      TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, mark.ttl_ms, steady_ns()));
-      reserved_until_.erase(mark.txn);
-      return failpoint("node.committed");
+      return done(commit());
     case Mark::What::finalize:
-      return donor_->finalize(mark.extent);
-    case Mark::What::supersede: {
-      TM_TRY(failpoint("node.supersede"));
-      TM_TRY(donor_->supersede(mark.extent));
-      const Status freed = donor_->free(mark.extent);
-      TM_TRY(failpoint("node.superseded"));
-      retry_reservations();
-      return freed;
-    }
+      return done(donor_->finalize(mark.extent));
+    case Mark::What::supersede:
+      if (const Status s = failpoint("node.supersede"); !s.is_ok()) return done(s);
+      donor_->remove(mark.extent, [this, done = std::move(done)](const Status& removed) {
+        const Status s = failpoint("node.superseded");
+        done(s.is_ok() ? removed : s);
+      });
+      return retry_reservations();
     case Mark::What::drop:
       donor_->drop_txn(mark.txn);
       reserved_until_.erase(mark.txn);
       retry_reservations();
-      return {};
+      return done({});
   }
-  return {Code::internal, "unknown mark"};
+  done({Code::internal, "unknown mark"});
 }
 
 void NodeServiceImpl::on_mark(const rpc::SessionPtr&, Mark mark, ResponderPtr responder) {
@@ -40,14 +43,15 @@ void NodeServiceImpl::on_mark(const rpc::SessionPtr&, Mark mark, ResponderPtr re
   if (mark.view < view_.number)
     return responder->fail({Code::pool_unavailable, "a mark of view " + std::to_string(mark.view) +
                                                         ", this donor has seen " + std::to_string(view_.number)});
-  respond(*responder, apply_mark(mark));
+  apply_mark(mark, [responder](const Status& s) { respond(*responder, s); });
 }
 
 void NodeServiceImpl::send_mark(const SendMark& send) {
   if (send.node == self_.id) {
-    const Status s = apply_mark(send.mark);
-    home_->at(steady_ns());  // what flips now expires later than at its donors
-    if (send.id) home_->mark_done(send.id, s);
+    apply_mark(send.mark, [this, id = send.id](const Status& s) {
+      home_->at(steady_ns());  // what flips now expires later than at its donors
+      if (id) home_->mark_done(id, s);
+    });
     return;
   }
   const auto member = members_.find(send.node);
@@ -88,15 +92,18 @@ void NodeServiceImpl::pump() {
   pumping_ = true;
   for (;;) {
     const auto evicted = std::exchange(evicted_, {});
+    const auto moved = std::exchange(moved_, {});
     if (!leader_) {
-      if (!evicted.empty() && leader_session_) {
-        // If it does not arrive the session is over, and all is announced anew.
-        if (const Status s = leader_session_->post(kEvicted, encode(EvictedReport{view_.number, self_.id, evicted}));
-            !s.is_ok())
-          leader_session_->close(s);
-      }
+      // If it does not arrive the session is over, and all is announced anew.
+      Status s;
+      if (!moved.empty() && leader_session_)
+        s = leader_session_->post(kTiers, encode(TierReport{view_.number, self_.id, moved}));
+      if (s.is_ok() && !evicted.empty() && leader_session_)
+        s = leader_session_->post(kEvicted, encode(EvictedReport{view_.number, self_.id, evicted}));
+      if (!s.is_ok()) leader_session_->close(s);
       break;
     }
+    for (const TierChange& c : moved) home_->moved(self_.id, c.key, c.extent, c.tier);
     for (const EvictedExtent& e : evicted) home_->evicted(self_.id, e.key, e.extent);
     auto actions = home_->take_actions();
     if (actions.empty() && evicted.empty()) break;

@@ -11,6 +11,9 @@ int64_t deadline_of(uint32_t timeout_ms) { return steady_ns() + int64_t{timeout_
 // A writer may be late for its own deadline; then its reservation is dropped, and fenced until it lets go.
 constexpr int64_t kReserveGraceNs = 2'000'000'000;
 
+// How long a writer that would rather go elsewhere than wait does wait for what is being written to an SSD.
+constexpr uint32_t kSoonMs = 200;
+
 }  // namespace
 
 Result<Reservation> NodeServiceImpl::reserve(const PutHead& head, uint64_t nbytes, std::string meta, std::string label,
@@ -54,9 +57,11 @@ void NodeServiceImpl::on_reserve(const rpc::SessionPtr& session, ReserveCall cal
   auto reservation = reserve(call.head, call.nbytes, call.meta, call.label, call.session);
   if (reservation.is_ok()) return responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));
   const bool hopeless = call.nbytes > donor_->stats().limit_bytes;
-  if (reservation.status().code() != Code::pool_full || !call.wait || hopeless)
+  const bool soon = donor_->making_room();
+  if (reservation.status().code() != Code::pool_full || !(call.wait || soon) || hopeless)
     return responder->fail(reservation.status());
-  const int64_t deadline = deadline_of(call.head.timeout_ms);
+  int64_t deadline = deadline_of(call.head.timeout_ms);
+  if (!call.wait) deadline = std::min(deadline, deadline_of(kSoonMs));
   waiting_.push_back({std::move(call), std::move(responder), deadline});
   arm_soon();
 }

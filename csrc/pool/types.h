@@ -48,6 +48,9 @@ struct ExtentRef {
   uint64_t generation = 0;
 };
 
+// Where the bytes of a replica are.
+enum class Tier : uint8_t { dram = 0, ssd = 1 };
+
 enum class ExtentState : uint32_t { free = 0, prepared, committed, final, superseded, limbo };
 
 // A replica as the directory hands it to readers.
@@ -55,6 +58,7 @@ struct Replica {
   NodeId node{};
   ExtentRef extent;
   std::vector<Piece> pieces;
+  Tier tier = Tier::dram;  // where it was when it was looked up; whoever reads it finds it in memory
 };
 
 // One writer's part of an object: its bytes and its own metadata.
@@ -75,6 +79,22 @@ struct ObjectInfo {
   std::optional<uint64_t> left_ms;  // until it expires, when it was looked up; none: never
   std::vector<PartInfo> parts;      // in order; one unless several writers made it
   std::vector<Replica> replicas;    // of part 0
+};
+
+struct SsdOptions {
+  std::string path;  // a folder of its own
+  uint64_t limit_bytes = 0;
+  uint64_t segment_bytes = 0;  // 0: as the store chooses
+};
+struct SsdStats {
+  uint64_t limit_bytes = 0, used_bytes = 0;  // of files on the disks
+  uint64_t records = 0, record_bytes = 0;    // that can be read
+  uint64_t demotions = 0, promotions = 0;
+  uint64_t dropped = 0;    // evicted without being written: the queue was full, or the log had no room
+  uint64_t refused = 0;    // evicted without being written: not admitted, or larger than a segment
+  uint64_t reclaimed = 0;  // lost as the oldest
+  uint64_t errors = 0, corrupt = 0;
+  uint64_t out_of_service = 0;  // stores
 };
 
 }  // namespace torch_mooncake::pool

@@ -313,6 +313,20 @@ nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
     d["draining"] = n.draining;
     d["ready"] = n.ready;
     d["unready"] = n.unready;
+    nb::dict ssd;
+    ssd["limit_bytes"] = n.ssd.limit_bytes;
+    ssd["used_bytes"] = n.ssd.used_bytes;
+    ssd["records"] = n.ssd.records;
+    ssd["record_bytes"] = n.ssd.record_bytes;
+    ssd["demotions"] = n.ssd.demotions;
+    ssd["promotions"] = n.ssd.promotions;
+    ssd["dropped"] = n.ssd.dropped;
+    ssd["refused"] = n.ssd.refused;
+    ssd["reclaimed"] = n.ssd.reclaimed;
+    ssd["errors"] = n.ssd.errors;
+    ssd["corrupt"] = n.ssd.corrupt;
+    ssd["out_of_service"] = n.ssd.out_of_service;
+    d["ssd"] = std::move(ssd);
     nodes.append(std::move(d));
   }
   nb::dict d;
@@ -357,6 +371,12 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("left_ms", [](PyObjectInfo& o) { return o->info().left_ms; })
       .def_prop_ro("label", [](PyObjectInfo& o) { return o->info().label; })
       .def_prop_ro("replicas", [](PyObjectInfo& o) { return o->info().replicas.size(); })
+      .def_prop_ro("tiers",  // of the replicas (of part 0), when they were looked up
+                   [](PyObjectInfo& o) {
+                     nb::list tiers;
+                     for (const auto& r : o->info().replicas) tiers.append(r.tier == pool::Tier::ssd ? "ssd" : "dram");
+                     return tiers;
+                   })
       .def_prop_ro("local", [](PyObjectInfo& o) { return o->local(); });
 
   m.def(

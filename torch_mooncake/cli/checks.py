@@ -9,14 +9,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import mmap
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch_mooncake.cli import human
+from torch_mooncake.config import parse_bytes
 
 _SYS_IO_URING_SETUP = 425
 
@@ -176,6 +179,49 @@ def files(root: Path) -> Iterator[Check]:
     )
     advice = f"each peer takes up to six: ulimit -n 65536{more}"
     yield Check("open files", soft in (-1, resource.RLIM_INFINITY) or soft >= 4096, f"{soft} (at most {hard})", advice)
+
+
+def ssds(folders: Iterable[str]) -> Iterator[Check]:
+    """``PATH:SIZE`` of each SSD folder: may we write there, past the page cache, and is there room?"""
+    for entry in folders:
+        path, _, size = entry.rpartition(":")
+        folder = Path(path)
+        place = folder if folder.is_dir() else folder.parent
+        name = f"SSD {path}"
+        if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+            yield Check(name, False, f"{place} is not there or not ours to write", f"mkdir -m 700 {path}; chown it")
+            continue
+        usage = os.statvfs(place)
+        used = sum(f.stat().st_blocks * 512 for f in folder.glob("segment-*"))
+        free = usage.f_bavail * usage.f_frsize + used
+        wanted = parse_bytes(size)
+        direct = try_direct_io(place)
+        value = f"{human(wanted)} of {human(free)} free, {'O_DIRECT' if direct else 'through the page cache'}"
+        if free < wanted:
+            yield Check(name, False, value, "the log will do with less: free the disk, or lower the size")
+        else:
+            advice = "this file system has no O_DIRECT: reads and writes pass through memory; use ext4 or xfs"
+            yield Check(name, direct, value, advice)
+
+
+def try_direct_io(folder: Path) -> bool:
+    try:
+        fd, name = tempfile.mkstemp(prefix=".tm-doctor-", dir=folder)
+    except OSError:
+        return False
+    try:
+        os.ftruncate(fd, 4096)
+        direct = os.open(name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            os.preadv(direct, [mmap.mmap(-1, 4096)], 0)
+        finally:
+            os.close(direct)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        os.unlink(name)
 
 
 def process_vm(root: Path) -> Iterator[Check]:

@@ -27,7 +27,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     config = Config.from_env()
     native = _native()
-    found = [native, _node(config), *(checks.machine() if native.ok else [])]
+    found = [native, _node(config), *(checks.machine() if native.ok else []), *checks.ssds(config.ssd)]
     settings = config.describe()
     document = {
         "version": __version__,

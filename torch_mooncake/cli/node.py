@@ -20,6 +20,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", help="name of the pool (TM_POOL)")
     parser.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="memory to lend, e.g. 64GiB (TM_MEMORY)")
     parser.add_argument(
+        "--ssd",
+        action="append",
+        metavar="PATH:SIZE",
+        help="a folder of its own on an SSD for what the memory has no room for, e.g. /nvme0/tm:1T (TM_SSD)",
+    )
+    parser.add_argument(
         "--listen", action="append", default=[], metavar="ADDRESS", help="also listen here, e.g. tcp://0.0.0.0:7400"
     )
     parser.add_argument("--leader", default="", metavar="ADDRESS", help="join the pool of this node")
@@ -62,7 +68,9 @@ def is_this_host(address: str, hostname: str | None = None) -> bool:
 def _node(args: argparse.Namespace) -> int:
     from torch_mooncake import node
 
-    config = Config.from_env(pool=args.pool, memory=args.memory, linger_s=args.linger, host_id=args.host_id)
+    config = Config.from_env(
+        pool=args.pool, memory=args.memory, ssd=args.ssd, linger_s=args.linger, host_id=args.host_id
+    )
     node.pool_dir(config)
     leader = args.leader or ("" if not args.cluster or is_this_host(args.cluster) else args.cluster)
     command = node.arguments(config, listen=args.listen, leader=leader)

@@ -170,4 +170,11 @@ def _stat(args: argparse.Namespace) -> None:
             f"{human(n['limit_bytes'])} used in {n['extents']} extents, {human(n['limbo_bytes'])} in limbo, "
             f"{human(n['prepared_bytes'])} being written, {n['pinned']} pinned, {n['evictions']} evictions"
         )
+        if (ssd := n["ssd"])["limit_bytes"] or ssd["out_of_service"]:
+            lines.append(
+                f"    SSD: {human(ssd['used_bytes'])} of {human(ssd['limit_bytes'])}, {ssd['records']} objects, "
+                f"{ssd['demotions']} written, {ssd['promotions']} brought back, {ssd['dropped']} dropped, "
+                f"{ssd['refused']} refused, {ssd['errors'] + ssd['corrupt']} errors"
+                + (f", {ssd['out_of_service']} out of service" if ssd["out_of_service"] else "")
+            )
     emit(args, stat, "\n".join(lines))

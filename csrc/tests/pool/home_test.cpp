@@ -36,6 +36,9 @@ struct ModelDonor {
     int64_t expires_ms = INT64_MAX;
   };
   std::map<uint32_t, Extent> extents;
+  // What its SSD would bring back at the next start: records that are not marked.
+  std::map<uint32_t, Extent> disk;
+  bool marks_disk = true;
   uint32_t next = 0;
   uint64_t generation = 1;
   int64_t now_ms = 0;
@@ -75,10 +78,24 @@ struct ModelDonor {
       if (e->a.state == ExtentState::committed) e->a.state = ExtentState::final;
     } else {
       if (e->a.state == ExtentState::prepared) return {Code::invalid_argument, "prepared"};
-      extents.erase(mark.extent.index);  // the word has changed; no pins in this model
+      forget(mark.extent.index);  // the word has changed; no pins in this model
     }
     return {};
   }
+  // Before it is said to be gone, its record is marked.
+  void forget(uint32_t index) {
+    extents.erase(index);
+    if (marks_disk) disk.erase(index);
+  }
+  // Out of memory, onto the SSD: it stays what the home knows it by.
+  std::optional<Announced> demote(uint32_t index) {
+    const auto it = extents.find(index);
+    if (it == extents.end() || it->second.a.state != ExtentState::final || disk.count(index)) return {};
+    it->second.a.tier = Tier::ssd;
+    disk[index] = it->second;
+    return it->second.a;
+  }
+  void recover_disk() { extents.insert(disk.begin(), disk.end()); }
   std::vector<Announced> announce() const {
     std::vector<Announced> out;
     for (const auto& [i, e] : extents) {
@@ -473,11 +490,15 @@ enum class Mutation {
   stale_clock,   // the home is told the time at its ticks only
   no_supersede,  // donors do not carry out step 3
   blind_cache,   // clients do not look at the word of what they remember
+  no_disk_mark,  // what is superseded or evicted is not marked on its donor's SSD
 };
 
 struct World {
   explicit World(uint64_t seed, bool losses, Mutation mutation) : rng(seed), losses(losses), mutation(mutation) {
-    for (int d = 0; d < kDonors; ++d) home.announce(node(uint8_t(d)), {});
+    for (int d = 0; d < kDonors; ++d) {
+      home.announce(node(uint8_t(d)), {});
+      donors[d].marks_disk = mutation != Mutation::no_disk_mark;
+    }
   }
   std::mt19937_64 rng;
   const bool losses;
@@ -720,6 +741,7 @@ struct World {
   void restart(int i) {  // the worker: memory and table stay, what was on its way to it is lost
     donors[i].up = true;
     donors[i].inbox.clear();
+    donors[i].recover_disk();
     if (!donors[i].fenced) home.announce(node(uint8_t(i)), announced(i));
   }
   std::vector<Announced> announced(int i) const {
@@ -739,6 +761,7 @@ struct World {
     donors[i].stale.clear();
     if (roll(2) == 0) {
       donors[i].extents.clear();
+      donors[i].disk.clear();
     } else {
       for (const auto& [index, e] : donors[i].extents) donors[i].stale.insert(index);
     }
@@ -751,11 +774,17 @@ struct World {
       if (e.a.state != ExtentState::committed && e.a.state != ExtentState::final) continue;
       const Announced a = e.a;
       lose(a.key.back() - '0', now);
-      donors[i].extents.erase(index);
+      donors[i].forget(index);
       if (roll(3) == 0) return restart(i);  // the report was lost with the session
       home.evicted(node(uint8_t(i)), a.key, a.extent);
       return;
     }
+  }
+  void demote(int i) {
+    std::vector<uint32_t> all;
+    for (const auto& [index, e] : donors[i].extents) all.push_back(index);
+    if (all.empty()) return;
+    if (const auto a = donors[i].demote(all[roll(all.size())])) home.moved(node(uint8_t(i)), a->key, a->extent, a->tier);
   }
   void lose_home() {
     home = Home(++view, 7);
@@ -783,8 +812,11 @@ struct World {
     const auto what = roll(100);
     if (what < 45) {
       go_on(clients[roll(kClients)]);
-    } else if (what < 90) {
+    } else if (what < 87) {
       deliver(donors[roll(kDonors)]);
+    } else if (what < 90) {
+      const int i = int(roll(kDonors));
+      if (donors[i].up && !donors[i].fenced) demote(i);
     } else if (what < 92) {
       restart(int(roll(kDonors)));
     } else if (what < 93) {
@@ -913,4 +945,5 @@ TEST_CASE("a step left out is found within 1000 seeds") {
   CHECK(found_at(Mutation::stale_clock, "not linearizable") > 0);
   CHECK(found_at(Mutation::no_supersede, "not linearizable") > 0);
   CHECK(found_at(Mutation::blind_cache, "not linearizable") > 0);
+  CHECK(found_at(Mutation::no_disk_mark, "not linearizable") > 0);
 }

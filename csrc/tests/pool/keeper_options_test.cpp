@@ -18,7 +18,7 @@ bool says(const Status& s, Code code, const std::string& text) {
 }
 
 void clear_environment() {
-  for (const char* name : {"TM_RUNTIME_DIR", "TM_POOL", "TM_TOKEN", "TM_MEMORY", "TM_LINGER_S", "TM_HOST_ID"})
+  for (const char* name : {"TM_RUNTIME_DIR", "TM_POOL", "TM_TOKEN", "TM_MEMORY", "TM_SSD", "TM_LINGER_S", "TM_HOST_ID"})
     ::unsetenv(name);
 }
 
@@ -51,6 +51,13 @@ TEST_CASE("the command line") {
   CHECK(o.linger_s == 0.5);
   CHECK(o.ready_fd == 7);
   CHECK(parse_node_args({"--linger", "-1"})->options.linger_s == -1);
+  ::setenv("TM_SSD", "/a:1G,/b:c:512M", 1);
+  CHECK(parse_node_args({})->options.ssd.size() == 2);
+  CHECK(parse_node_args({})->options.ssd[1].path == "/b:c");
+  CHECK(parse_node_args({})->options.ssd[1].limit_bytes == 512ull << 20);
+  CHECK(parse_node_args({"--ssd", "/d:1T"})->options.ssd.size() == 1);  // instead of the environment's
+  ::unsetenv("TM_SSD");
+  for (const char* wrong : {"", "/a", ":1G", "/a:x", "/a:1G,"}) CHECK(!parse_node_args({"--ssd", wrong}).is_ok());
   CHECK(parse_node_args({"--nonsense", "--help"})->help);
   CHECK(parse_node_args({"--version"})->version);
   CHECK(node_usage().find("--token-file") != std::string::npos);
@@ -99,6 +106,9 @@ TEST_CASE("options are checked") {
   CHECK(says(bad([](auto& o) { o.leader = "tcp://h:99999"; }), Code::invalid_argument, "99999"));
   CHECK(says(bad([](auto& o) { o.memory_bytes = 100; }), Code::invalid_argument, "at least 1 MiB"));
   CHECK(says(bad([](auto& o) { o.memory_bytes = 1ull << 55; }), Code::invalid_argument, "this host"));
+  CHECK(says(bad([](auto& o) { o.ssd = {{"here", 1 << 30}}; }), Code::invalid_argument, "absolute"));
+  CHECK(says(bad([](auto& o) { o.ssd = {{"/a", 1 << 20}}; }), Code::invalid_argument, "64 MiB"));
+  CHECK(says(bad([](auto& o) { o.ssd = {{"/a", 1 << 30}, {"/a", 1 << 30}}; }), Code::invalid_argument, "twice"));
   CHECK(says(bad([](auto& o) { o.linger_s = NAN; }), Code::invalid_argument, "linger"));
   CHECK(says(bad([](auto& o) { o.ready_fd = 999; }), Code::invalid_argument, "not open"));
   NodeOptions open = good;

@@ -24,8 +24,9 @@ namespace torch_mooncake::pool::test {
 
 struct Node {
   explicit Node(uint64_t memory_bytes, const std::string& host_id = "host-a", const std::string& leader = "",
-                const std::string& failpoints = "") {
+                const std::string& failpoints = "", const std::string& ssd = "") {
     NodeOptions options = folder.options();
+    if (!ssd.empty()) options.ssd = {{ssd, 128 << 20}};
     options.memory_bytes = memory_bytes;
     options.host_id = host_id;
     options.leader = leader;

@@ -1,0 +1,188 @@
+"""The pool with an SSD: more than the memory holds, restarts, disks that fail. Real nodes, files on a real disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import PoolEnv, eventually
+
+import torch_mooncake as tm
+from torch_mooncake.cli import checks
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="tm-test-ssd-", dir="/var/tmp")
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def ssd(pool_env: PoolEnv, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pool of 32 MiB of memory and 256 MiB of SSD, to be started by tm.init()."""
+    monkeypatch.setenv("TM_MEMORY", "32MiB")
+    monkeypatch.setenv("TM_SSD", f"{disk}/a:256MiB")
+    return disk / "a"
+
+
+def value(i: int, nbytes: int = MiB) -> torch.Tensor:
+    return torch.arange(i, i + nbytes // 4, dtype=torch.int32)
+
+
+def stats() -> dict[str, Any]:
+    return tm.stat()["nodes"][0]["ssd"]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_four_times_the_memory_is_all_served(ssd: Path, child: Any) -> None:
+    tm.init()
+    for i in range(128):
+        tm.put(f"k{i}", value(i))
+    assert stats()["records"] >= 96
+    assert tm.info("k0").tiers == ("ssd",)
+    for i in range(128):
+        assert torch.equal(tm.get(f"k{i}"), value(i))
+    assert child()("import torch_mooncake as tm; result = int(tm.get('k3').sum())") == int(value(3).sum())
+    many = tm.get_many([f"k{i}" for i in range(128)])  # more than fits at once
+    assert all(torch.equal(many[i], value(i)) for i in range(128))
+    out = torch.empty(MiB // 4, dtype=torch.int32)
+    assert torch.equal(tm.get("k77", out=out), value(77))
+    assert sorted(tm.keys("k")) == sorted(f"k{i}" for i in range(128))
+    found = stats()
+    assert found["dropped"] == found["errors"] == found["corrupt"] == 0
+    assert found["used_bytes"] <= 256 * MiB
+
+
+def test_replaced_deleted_and_consumed_ones_stay_so_over_a_crash_of_the_worker(ssd: Path, pool_env: PoolEnv) -> None:
+    tm.init()
+    for i in range(100):
+        tm.put(f"k{i}", value(i))
+    assert tm.info("k1").tiers == tm.info("k2").tiers == ("ssd",)
+    tm.put("k0", value(1000))
+    assert tm.delete("k1")
+    assert torch.equal(tm.get("k2", consume=True), value(2))
+    kill(pool_env.worker())
+    assert torch.equal(tm.get("k0"), value(1000))
+    assert tm.exists(["k1", "k2"]) == [False, False]
+    for i in range(3, 100):
+        assert torch.equal(tm.get(f"k{i}"), value(i)), i
+    assert sorted(tm.keys("k")) == sorted(f"k{i}" for i in range(100) if i not in (1, 2))
+
+
+def test_sealed_keys_are_there_again_after_the_whole_node_was_killed(ssd: Path, pool_env: PoolEnv) -> None:
+    tm.init()
+    for i in range(80):
+        tm.put(f"s{i}", value(i), sealed=True)
+        tm.put(f"n{i}", value(i))
+    tm.put("gone", value(5), sealed=True, ttl_s=3600)
+    assert torch.equal(tm.get("s0", consume=True), value(0))
+    for pid in pool_env.nodes():
+        kill(pid)
+    assert eventually(lambda: not pool_env.nodes())
+    tm.close()
+    tm.init()
+    keys = tm.keys("")
+    assert len(keys) > 40
+    assert all(k.startswith(("s", "gone")) for k in keys)
+    assert "s0" not in keys  # taken at most once
+    for key in keys:
+        if key != "gone":
+            assert torch.equal(tm.get(key), value(int(key[1:]))), key
+    assert tm.get("n1", default=None) is None  # somebody else may have replaced it meanwhile
+    tm.put("n1", value(7))
+    assert torch.equal(tm.get("n1"), value(7))
+
+
+def test_a_scan_does_not_flush_it(ssd: Path, pool_env: PoolEnv) -> None:
+    tm.init()
+    for i in range(60):
+        tm.put(f"hot{i}", value(i), sealed=True)
+        tm.get(f"hot{i}", readonly=True)
+    for i in range(600):
+        tm.put(f"scan{i}", value(i), sealed=True)
+    assert sum(tm.exists([f"hot{i}" for i in range(60)])) == 60
+    assert stats()["refused"] > 200
+    assert stats()["used_bytes"] <= 256 * MiB
+
+
+def test_what_is_broken_on_the_disk_is_missing_and_the_rest_is_served(ssd: Path, pool_env: PoolEnv) -> None:
+    tm.init()
+    for i in range(120):
+        tm.put(f"k{i}", value(i), sealed=True)
+    for segment in sorted(ssd.glob("segment-*"))[:2]:
+        with open(segment, "r+b") as file:  # a flipped byte in every second record or so
+            for at in range(3 * MiB // 2, 16 * MiB, 2 * MiB):
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1]))
+    got = [tm.get(f"k{i}", default=None) for i in range(120)]
+    assert all(g is None or torch.equal(g, value(i)) for i, g in enumerate(got))
+    missing = sum(g is None for g in got)
+    assert 0 < missing < 30
+    assert eventually(lambda: stats()["corrupt"] == missing)
+    assert len(tm.keys("k")) == 120 - missing
+    kill(pool_env.worker())
+    assert len(tm.keys("k")) == 120 - missing
+
+
+@pytest.mark.parametrize("what", ["ssd.record.write=error", "ssd.record.read=error@5", "ssd.allocate=error@3"])
+def test_a_failing_or_full_disk_costs_what_is_on_it(
+    ssd: Path, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    tm.init()
+    for i in range(40):
+        tm.put(f"old{i}", value(i), sealed=True)
+    kill_all = list(pool_env.nodes())
+    for pid in kill_all:
+        kill(pid)
+    assert eventually(lambda: not pool_env.nodes())
+    tm.close()
+    monkeypatch.setenv("TM_FAILPOINTS", what)
+    tm.init()
+    monkeypatch.delenv("TM_FAILPOINTS")
+    for i in range(80):
+        tm.put(f"k{i}", value(i), sealed=True)
+    got = [tm.get(f"k{i}", default=None) for i in range(80)]
+    assert all(g is None or torch.equal(g, value(i)) for i, g in enumerate(got))
+    assert sum(g is not None for g in got) >= 20
+    found = stats()
+    assert found["errors"] > 0
+    assert found["out_of_service"] == (1 if "write" in what else 0)
+
+
+def test_a_folder_that_cannot_be_used_is_told_at_once(
+    pool_env: PoolEnv, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (disk / "file").write_text("")
+    monkeypatch.setenv("TM_SSD", f"{disk}/file/a:256MiB")
+    with pytest.raises(tm.PoolUnavailable, match="making"):
+        tm.init()
+    monkeypatch.setenv("TM_SSD", f"{disk}/a:1MiB")
+    with pytest.raises(tm.InvalidArgument, match="64 MiB"):
+        tm.init()
+
+
+def test_the_doctor_looks_at_the_folder(disk: Path) -> None:
+    (fine,) = checks.ssds([f"{disk}/new:1MiB"])
+    assert fine.ok
+    assert "O_DIRECT" in fine.value
+    assert not list(disk.iterdir())
+    (small,) = checks.ssds([f"{disk}:1000T"])
+    assert not small.ok
+    assert "lower the size" in small.advice
+    (absent,) = checks.ssds([f"{disk}/no/such:1G"])
+    assert not absent.ok

@@ -130,6 +130,7 @@ class TM_API Home {
 
   // With `on`, changes are kept for take_changes(), in their order.
   void observe(bool on);
+  bool observed() const { return observed_; }
   std::vector<Change> take_changes() { return std::exchange(changes_, {}); }
 
   std::vector<HomeAction> take_actions() { return std::exchange(actions_, {}); }

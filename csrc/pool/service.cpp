@@ -312,6 +312,7 @@ Status NodeServiceImpl::drain(Deadline deadline) {
     if (!strand_.run_and_wait([&] { open = donor_->prepared().size(); })) break;
     if (open && !sleep_ms(10)) break;
   }
+  left_ = true;  // until here it is a member: its writers' commits need it
   rpc::SessionPtr leader;
   strand_.run_and_wait([&] { leader = leader_session_; });
   if (leader) {

@@ -16,6 +16,7 @@ constexpr size_t kEventBytes = 4 << 20;         // of one answer
 void NodeServiceImpl::on_events(const rpc::SessionPtr&, EventsCall call, ResponderPtr responder) {
   if (const Status s = need_home(call.view); !s.is_ok()) return responder->fail(s);
   asked_events_ns_ = steady_ns();
+  gather_events();
   if (stream_ == 0) {
     stream_ = random_u64() | 1;
     home_->observe(true);
@@ -50,8 +51,17 @@ bool NodeServiceImpl::answer_events(const EventsCall& call, const ResponderPtr& 
   return true;
 }
 
+// Nobody is told what this node no longer knows.
+void NodeServiceImpl::end_events() {
+  stream_ = 0;
+  events_.clear();
+  for (Listening& l : std::exchange(listening_, {}))
+    l.responder->fail({Code::pool_unavailable, "this node is no longer the directory node"});
+}
+
 void NodeServiceImpl::gather_events() {
   if (stream_ == 0) return;
+  if (!home_ || !home_->observed()) return end_events();  // it has stood down, or is another home
   bool unknown = false;
   const uint64_t before = last_event_;
   for (Change& change : home_->take_changes()) {
@@ -78,8 +88,7 @@ void NodeServiceImpl::tick_events(int64_t now_ns) {
   });
   if (now_ns - asked_events_ns_ < kUnheardNs) return;
   home_->observe(false);
-  events_.clear();
-  stream_ = 0;
+  end_events();
 }
 
 }  // namespace torch_mooncake::pool

@@ -148,6 +148,7 @@ class NodeServiceImpl final : public NodeService {
   // service_events.cpp
   void on_events(const rpc::SessionPtr&, EventsCall, ResponderPtr);
   void gather_events();
+  void end_events();
   void tick_events(int64_t now_ns);
   bool answer_events(const EventsCall& call, const ResponderPtr& responder, bool late);
 
@@ -191,6 +192,7 @@ class NodeServiceImpl final : public NodeService {
   std::mutex close_mutex_;
   bool closed_ = false;
   std::atomic<bool> draining_{false};
+  std::atomic<bool> left_{false};  // no heartbeats any more: the leader has been, or is being, told
   bool soon_armed_ = false;
 
   std::unordered_map<SessionId, ClientSession> clients_;

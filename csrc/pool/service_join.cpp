@@ -17,7 +17,7 @@ void NodeServiceImpl::membership_thread() {
   static log::Once once(60'000);
   do {
     const Status s = be_member();
-    if (closing_ || draining_) return;
+    if (closing_ || left_) return;
     if (once.pass()) log::warning("pool", s.with("membership at " + options_.node.leader).to_string());
   } while (sleep_ms(kBeatMs / 2));
 }
@@ -37,13 +37,11 @@ Status NodeServiceImpl::be_member() {
   TM_TRY(announce_to(leader, answer));
   while (sleep_ms(kBeatMs)) {
     BeatRequest beat;
-    bool leaves = false;
     strand_.run_and_wait([&] {
       const DonorStats stats = donor_->stats();
       beat = {self_.id, self_.incarnation, view_.number, stats.limit_bytes, stats.used_bytes};
-      leaves = draining_;
     });
-    if (leaves) return {};
+    if (left_) return {};
     sent_ns = steady_ns();
     TM_ASSIGN(auto reply, leader->call_sync(kBeat, encode(beat), Deadline::after_ms(kLeaseMs)));
     TM_ASSIGN(BeatAnswer news, decode<BeatAnswer>(reply.body));

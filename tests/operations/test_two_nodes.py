@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -90,3 +92,21 @@ def test_a_member_whose_leader_is_silent_is_alive_and_not_ready(
         os.kill(worker, signal.SIGCONT)
     assert becomes_ready(port)
     assert keeper in pool_env.nodes()
+
+
+@pytest.mark.slow
+def test_a_draining_member_stays_one_until_its_writers_are_done(
+    node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, member, leader = two_nodes(node, monkeypatch)
+    code = (
+        f"import numpy as np, torch_mooncake as tm; tm.init('{member}'); tm.put('k', np.ones(1 << 20)); print('stored')"
+    )
+    slow = {**os.environ, "TM_FAILPOINTS": "client.written=sleep:8000"}  # longer than a lease
+    writer = subprocess.Popen([sys.executable, "-c", code], env=slow, stdout=subprocess.PIPE)
+    with tm.Pool(leader) as pool:
+        assert eventually(lambda: any(n["prepared_bytes"] for n in pool.stat()["nodes"]))
+        process.send_signal(signal.SIGTERM)
+        assert writer.communicate(timeout=30)[0] == b"stored\n"
+        assert process.wait(20) == 0
+        assert len(pool.stat()["nodes"]) == 1

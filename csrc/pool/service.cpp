@@ -333,7 +333,7 @@ Status NodeServiceImpl::check(bool at_rest) {
     const char* under_way = !waiting_.empty()                                ? "a reservation waits for room"
                             : stats.prepared_extents                         ? "an extent is PREPARED"
                             : !reserved_until_.empty()                       ? "a transaction is to be dropped"
-                            : !commits_.empty() || !removes_.empty()         ? "an answer is owed"
+                            : !commits_.empty() || !put_batches_.empty() || !remove_batches_.empty() ? "an answer is owed"
                             : !lookups_.empty()                              ? "a lookup waits"
                             : home_ && !(home_->complete() && home_->idle()) ? "the home is busy"
                                                                              : nullptr;

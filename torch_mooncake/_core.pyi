@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy
 from numpy.typing import NDArray
@@ -238,6 +238,10 @@ class Object:
     def parts(self) -> list: ...
 
     @property
+    def single(self, /) -> tuple[bytes, int] | None:
+        """(meta, nbytes) of an object of one writer, else None."""
+
+    @property
     def left_ms(self) -> int | None: ...
 
     @property
@@ -252,6 +256,14 @@ class Object:
     @property
     def local(self) -> bool: ...
 
+def set_result_types(version: type, put_result: type) -> None:
+    """pool.py's named tuples."""
+
+class PutOptions:
+    """What a put does, whatever it puts."""
+
+    def __init__(self, *, sealed: bool = False, if_exists: str = 'replace', replicas: int = 1, replicas_lenient: bool = False, label: str = '', part: int = 0, parts: int = 1, group: str = '', checksum: bool = False, ttl_ms: int = 0) -> None: ...
+
 class Client:
     @staticmethod
     def connect(*, address: str, token: str, name: str, host_id: str, engine: object | None, view_ttl_s: float, monitor: bool = False, deadline_ns: int) -> Client: ...
@@ -260,7 +272,28 @@ class Client:
 
     def engine_capsule(self) -> CapsuleType: ...
 
-    def put(self, key: str, meta: bytes, data: Sequence, *, sealed: bool, if_exists: str, replicas: int, replicas_lenient: bool, label: str, part: int, parts: int, group: str, checksum: bool, ttl_ms: int, deadline_ns: int) -> tuple: ...
+    def put(self, key: str, meta: bytes, data: Sequence[object], options: PutOptions, deadline_ns: int) -> Any: ...
+
+    def put_many(self, keys: list, metas: list, datas: list, options: PutOptions, deadline_ns: int) -> list:
+        """
+        One PutResult or exception for each key. A data is bytes-like, (address, nbytes), or a list of these.
+        """
+
+    def read_many(self, objects: list, outs: list, deadline_ns: int) -> list:
+        """
+        All of each object into (address, nbytes) or a buffer. None or an exception for each.
+        """
+
+    def get_into(self, keys: list, metas: list, outs: list, deadline_ns: int) -> list:
+        """
+        Looks up, and reads those whose metadata is as expected (None: is not): None, Object or an exception each.
+        """
+
+    def map_many(self, objects: list, read_only: bool, deadline_ns: int) -> list:
+        """One Mapped or exception for each object."""
+
+    def remove_many(self, keys: list, only: object | None, deadline_ns: int) -> list:
+        """Whether each was there, or an exception."""
 
     def locate(self, key: str, at_least: tuple[int, int] | None, label: str, deadline_ns: int) -> Object: ...
 

@@ -17,13 +17,12 @@ namespace {
 
 std::string key_of(uint64_t i) { return "cache/page/" + std::to_string(i * 2654435761u % 4294967291u); }
 
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
-// directory KEYS ROUNDS: bytes a key, then for each round the look-ups a second: presence in batches of 1000, locations.
+// directory KEYS ROUNDS: bytes a key, then for each round the look-ups a second: presence in batches of 1000,
+// locations.
 int main(int argc, char** argv) {
   const uint64_t keys = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1'000'000;
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 5;

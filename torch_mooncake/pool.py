@@ -190,9 +190,7 @@ class Pool:
         options = _put_options(
             sealed, if_exists, version, ttl_s, replicas, checksum, part=index, parts=parts, group=group or ""
         )
-        result: PutResult = self._client(deadline).put(
-            checked_key(key), encoded.meta, encoded.data, options, deadline
-        )
+        result: PutResult = self._client(deadline).put(checked_key(key), encoded.meta, encoded.data, options, deadline)
         return result
 
     @overload

@@ -20,7 +20,7 @@ import numpy as np
 
 from torch_mooncake import values
 from torch_mooncake.clock import deadline_ns, seconds_left
-from torch_mooncake.errors import Corrupt, DeadlineExceeded, IoError, KeyNotFound, LayoutMismatch, Unsupported
+from torch_mooncake.errors import Corrupt, DeadlineExceeded, Error, IoError, KeyNotFound, LayoutMismatch, Unsupported
 from torch_mooncake.objects import describe
 from torch_mooncake.tensors import DTYPES, Memory, Sharded, Tensor
 
@@ -226,6 +226,8 @@ def export_file(
                 _write(file, _bytes_of(client, object_, leaf, nbytes, deadline), deadline)
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except Error:  # the pool's own, of which some (a deadline, a lost peer) are OSErrors too
+        raise
     except OSError as error:
         raise IoError(f"{target}: {error.strerror}") from error
     finally:

@@ -6,8 +6,8 @@
 
 namespace torch_mooncake::pool {
 
-inline constexpr size_t kBatchItems = 8192;        // of one message, and
-inline constexpr size_t kBatchBytes = 4 << 20;     // about so many bytes, of the 16 MiB that a message may have
+inline constexpr size_t kBatchItems = 8192;              // of one message, and
+inline constexpr size_t kBatchBytes = 4 << 20;           // about so many bytes, of the 16 MiB that a message may have
 inline constexpr uint64_t kInlineAnswer = kInlineLimit;  // values up to this come with their location, if asked for
 
 // What all puts of a batch have in common.

@@ -10,12 +10,12 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr size_t kChunkItems = 256;            // of a batch of puts: small enough that nodes and we work at once
-constexpr uint64_t kChunkBytes = 32 << 20;     // reserved together
-constexpr uint64_t kInlineChunk = 1 << 20;     // sent together
-constexpr uint64_t kInlineTotal = 32 << 10;    // a batch of so little goes in one message,
-constexpr uint64_t kInlineAverage = 1 << 10;   // as do values so small, even where memory could be written directly
-constexpr size_t kAhead = 4;                   // chunks that are reserved, or sent, before the first is done
+constexpr size_t kChunkItems = 256;           // of a batch of puts: small enough that nodes and we work at once
+constexpr uint64_t kChunkBytes = 32 << 20;    // reserved together
+constexpr uint64_t kInlineChunk = 1 << 20;    // sent together
+constexpr uint64_t kInlineTotal = 32 << 10;   // a batch of so little goes in one message,
+constexpr uint64_t kInlineAverage = 1 << 10;  // as do values so small, even where memory could be written directly
+constexpr size_t kAhead = 4;                  // chunks that are reserved, or sent, before the first is done
 
 template <typename T>
 std::vector<Result<T>> all_fail(size_t n, const Status& why) {
@@ -54,8 +54,8 @@ struct ClientImpl::Round {
     for (uint32_t i : some) outcomes[i] = why;
   }
   BatchHead head(const TxnId& txn) const {
-    return {view->number,   options.kind, options.if_exists, options.label, options.ttl_ms, options.checksum, txn,
-            timeout_ms(deadline)};
+    return {view->number,     options.kind, options.if_exists,   options.label, options.ttl_ms,
+            options.checksum, txn,          timeout_ms(deadline)};
   }
   uint32_t shard(uint32_t entry) const { return shard_of(hash_key(entries[entry].key, view->seed)); }
 };
@@ -132,7 +132,8 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
     for (size_t i = round.chunks.size() - std::min(round.chunks.size(), kAhead - 1); i < round.chunks.size(); ++i)
       finish_chunk(round, round.chunks[i]);
   }
-  for (uint32_t i : round.singly) outcomes[i] = put(entries[i].key, entries[i].meta, entries[i].data, options, deadline);
+  for (uint32_t i : round.singly)
+    outcomes[i] = put(entries[i].key, entries[i].meta, entries[i].data, options, deadline);
 }
 
 // What is there and stays is not written first.
@@ -167,8 +168,8 @@ void ClientImpl::begin_chunk(Round& round, Chunk& chunk) {
     call.session = round.here->session_id();
     call.items.reserve(chunk.entries.size());
     for (uint32_t i : chunk.entries)
-      call.items.push_back({round.shard(i), round.entries[i].key, round.entries[i].meta,
-                            total_bytes(round.entries[i].data)});
+      call.items.push_back(
+          {round.shard(i), round.entries[i].key, round.entries[i].meta, total_bytes(round.entries[i].data)});
     chunk.call = round.here->start_call(kReserveMany, encode(call), round.deadline);
     return;
   }
@@ -365,10 +366,10 @@ std::vector<Result<bool>> ClientImpl::remove_many(std::span<const RemoveEntry> e
     // Not there any more: by an attempt that was not answered, or by somebody else?
     const bool open = only && asked[i] && (!removed.is_ok() || !*removed);
     if (open) {
-      const Code code = removed.is_ok() || removed.status().code() == Code::internal ? Code::peer_lost
-                                                                                    : removed.status().code();
-      out[i] = Status(code, "outcome unknown: the removal of key '" + std::string(entries[i].key) +
-                                "' took effect or did not");
+      const Code code =
+          removed.is_ok() || removed.status().code() == Code::internal ? Code::peer_lost : removed.status().code();
+      out[i] = Status(
+          code, "outcome unknown: the removal of key '" + std::string(entries[i].key) + "' took effect or did not");
     } else if (removed.is_ok()) {
       out[i] = *removed || asked[i];
     } else {
@@ -378,38 +379,39 @@ std::vector<Result<bool>> ClientImpl::remove_many(std::span<const RemoveEntry> e
   for (size_t begin = 0; begin < entries.size(); begin += kBatchItems) {
     std::vector<size_t> some;  // not settled yet
     for (size_t i = begin; i < std::min(entries.size(), begin + kBatchItems); ++i) some.push_back(i);
-    const Status end = with_retries(deadline, [&]() -> Result<bool> {
-      TM_ASSIGN(auto node, home(deadline));
-      const auto now = view();
-      RemoveManyCall call;
-      call.view = now->number;
-      call.timeout_ms = timeout_ms(deadline);
-      for (size_t i : some)
-        call.items.push_back({shard_of(hash_key(entries[i].key, now->seed)), entries[i].key, entries[i].only});
-      auto answer = node->call<RemoveManyAnswer>(kRemoveMany, call, deadline);
-      if (answer.is_ok() && answer->items.size() != some.size())
-        return {Code::internal, "a batch of removals was answered with the wrong number of outcomes"};
-      std::vector<size_t> again;
-      Status why = answer.status();
-      for (size_t k = 0; k < some.size(); ++k) {
-        Result<bool> removed(answer.status());
-        if (answer.is_ok()) {
-          RemoveOutcome& outcome = answer->items[k];
-          removed = outcome.code == Code::ok ? Result<bool>(outcome.removed)
-                                             : Result<bool>(Status(outcome.code, std::move(outcome.message)));
-        }
-        asked[some[k]] = asked[some[k]] || leaves_open(removed.status().code());
-        if (!removed.is_ok() && passing(removed.status())) {
-          why = removed.status();
-          again.push_back(some[k]);
-        } else {
-          settle(some[k], removed);
-        }
-      }
-      some = std::move(again);
-      if (some.empty()) return true;
-      return why;
-    }).status();
+    const Status end =
+        with_retries(deadline, [&]() -> Result<bool> {
+          TM_ASSIGN(auto node, home(deadline));
+          const auto now = view();
+          RemoveManyCall call;
+          call.view = now->number;
+          call.timeout_ms = timeout_ms(deadline);
+          for (size_t i : some)
+            call.items.push_back({shard_of(hash_key(entries[i].key, now->seed)), entries[i].key, entries[i].only});
+          auto answer = node->call<RemoveManyAnswer>(kRemoveMany, call, deadline);
+          if (answer.is_ok() && answer->items.size() != some.size())
+            return {Code::internal, "a batch of removals was answered with the wrong number of outcomes"};
+          std::vector<size_t> again;
+          Status why = answer.status();
+          for (size_t k = 0; k < some.size(); ++k) {
+            Result<bool> removed(answer.status());
+            if (answer.is_ok()) {
+              RemoveOutcome& outcome = answer->items[k];
+              removed = outcome.code == Code::ok ? Result<bool>(outcome.removed)
+                                                 : Result<bool>(Status(outcome.code, std::move(outcome.message)));
+            }
+            asked[some[k]] = asked[some[k]] || leaves_open(removed.status().code());
+            if (!removed.is_ok() && passing(removed.status())) {
+              why = removed.status();
+              again.push_back(some[k]);
+            } else {
+              settle(some[k], removed);
+            }
+          }
+          some = std::move(again);
+          if (some.empty()) return true;
+          return why;
+        }).status();
     for (size_t i : some) settle(i, end);
   }
   return out;

@@ -107,9 +107,8 @@ ObjectPtr ClientImpl::cached(std::string_view key) {
 
 Result<ObjectPtr> ClientImpl::locate(std::string_view key, const GetOptions& options, Deadline deadline) {
   TM_TRY(usable());
-  if (auto object = cached(key);
-      object && (!options.at_least || object->info().version >= *options.at_least) &&
-      (options.label.empty() || object->info().label == options.label))
+  if (auto object = cached(key); object && (!options.at_least || object->info().version >= *options.at_least) &&
+                                 (options.label.empty() || object->info().label == options.label))
     return object;
   const std::string keys[] = {std::string(key)};
   auto object = std::move(locate_many(keys, deadline)[0]);

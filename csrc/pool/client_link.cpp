@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kCopyStepBytes = 64 << 20;  // between two looks at the clock
 constexpr int64_t kSpinNs = 50'000;
-constexpr size_t kTouches = 256;               // told at once
+constexpr size_t kTouches = 256;  // told at once
 constexpr int64_t kTouchNs = 100'000'000;
 
 bool is_unix(const rpc::SessionPtr& session) {

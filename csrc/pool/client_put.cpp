@@ -69,8 +69,7 @@ Result<PutOutcome> ClientImpl::existing(std::string_view key, const LookupEntry&
   if (entry.kind != options.kind)
     return {Code::invalid_argument, options.kind == Kind::named ? "this key is sealed: remove it first"
                                                                 : "this key is named, so it cannot be sealed"};
-  if (options.if_exists == IfExists::error)
-    return {Code::key_exists, "the key '" + std::string(key) + "' exists"};
+  if (options.if_exists == IfExists::error) return {Code::key_exists, "the key '" + std::string(key) + "' exists"};
   return PutOutcome{entry.version, false};
 }
 
@@ -88,8 +87,8 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
 
   if (nbytes <= kInlineLimit && options.replicas == 1 && options.parts == 1 && home_link == here) {
     PutManyCall call;
-    call.head = {now->number, options.kind,     options.if_exists, options.label,
-                 options.ttl_ms, options.checksum, h.txn,          h.timeout_ms};
+    call.head = {now->number,      options.kind, options.if_exists, options.label, options.ttl_ms,
+                 options.checksum, h.txn,        h.timeout_ms};
     PutItem& item = call.items.emplace_back();
     item.shard = h.shard;
     item.key = key;
@@ -183,7 +182,7 @@ void ClientImpl::let_go(std::vector<Replicated>& reserved) {
 }
 
 Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
-                                                              const View& view, Deadline deadline) {
+                                                                const View& view, Deadline deadline) {
   TM_ASSIGN(auto here, local(deadline));
   // Our own host first, then those with most room; one node a host.
   std::vector<const NodeInfo*> nodes;

@@ -263,9 +263,10 @@ void Home::start(const KeyHash& hash, Busy& busy, Op op) {
     if (gone(spot.donor)) return fail_op(hash, op, {Code::peer_lost, "a donor of this object has left the pool"});
   if (exists) {
     if (existing.kind() != op.kind)
-      return fail_op(hash, op,
-                     {Code::invalid_argument, existing.kind() == Kind::sealed ? "this key is sealed: remove it first"
-                                                                     : "this key is named, so it cannot be sealed"});
+      return fail_op(
+          hash, op,
+          {Code::invalid_argument, existing.kind() == Kind::sealed ? "this key is sealed: remove it first"
+                                                                   : "this key is named, so it cannot be sealed"});
     if (op.if_exists == IfExists::error) return fail_op(hash, op, {Code::key_exists, "the key exists"});
     if (op.kind == Kind::sealed || op.if_exists == IfExists::keep) {
       drop(hash, op);
@@ -614,8 +615,7 @@ void Home::tick(int64_t now_ns) {
 Status Home::check() const {
   for (const auto& [expires_ns, hash] : expiries_) {
     const Index::Ref e = entries_.find(hash);
-    if (!e || e.expires_ns() != expires_ns)
-      return {Code::corrupt, "something that is not there is to expire"};
+    if (!e || e.expires_ns() != expires_ns) return {Code::corrupt, "something that is not there is to expire"};
   }
   Status wrong;
   entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {

@@ -222,7 +222,7 @@ class TM_API Home {
   bool forget_entry(const KeyHash& hash);
   bool expired(const Index::Ref& entry) const { return entry.expires_ns() <= now_ns_; }
   bool between(const KeyHash& hash) const;  // two versions: who asks has to wait
-  void expire();  // supersedes what has expired
+  void expire();                            // supersedes what has expired
   void forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent);
   void forget_donor(uint32_t donor);
   void lost(const KeyHash& hash);

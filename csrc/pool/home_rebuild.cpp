@@ -200,8 +200,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
   std::vector<std::pair<KeyHash, ExtentRef>> missing;
   entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {
     for (size_t i = 0; i < e.spots(); ++i)
-      if (const Spot spot = e.spot(i);
-          spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
+      if (const Spot spot = e.spot(i); spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
         missing.emplace_back(hash, spot.extent);
   });
   for (const auto& [hash, busy] : busy_) {

@@ -21,7 +21,7 @@ struct HashOfHash {
   size_t operator()(const KeyHash& h) const { return static_cast<size_t>(h[1]); }
 };
 
-struct Spot {  // an extent on a donor
+struct Spot {          // an extent on a donor
   uint32_t donor = 0;  // below 2^28
   uint32_t part = 0;
   ExtentRef extent;

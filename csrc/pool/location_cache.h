@@ -1,5 +1,6 @@
-// LocationCache: objects of this host that a client has looked up, and the link to the memory they lie in. It says where
-// a key was, never that it still is there: whoever uses a location asks the link (generation words, Link::counted).
+// LocationCache: objects of this host that a client has looked up, and the link to the memory they lie in. It says
+// where a key was, never that it still is there: whoever uses a location asks the link (generation words,
+// Link::counted).
 //
 // Bounded by entries and by bytes: two generations, of which the older one goes when the younger has filled its half.
 // Threads: safe from any.

@@ -330,10 +330,11 @@ Status NodeServiceImpl::check(bool at_rest) {
     if (found.is_ok() && home_) found = home_->check();
     if (!found.is_ok() || !at_rest) return;
     const DonorStats stats = donor_->stats();
-    const char* under_way = !waiting_.empty()                                ? "a reservation waits for room"
-                            : stats.prepared_extents                         ? "an extent is PREPARED"
-                            : !reserved_until_.empty()                       ? "a transaction is to be dropped"
-                            : !commits_.empty() || !put_batches_.empty() || !remove_batches_.empty() ? "an answer is owed"
+    const char* under_way = !waiting_.empty()          ? "a reservation waits for room"
+                            : stats.prepared_extents   ? "an extent is PREPARED"
+                            : !reserved_until_.empty() ? "a transaction is to be dropped"
+                            : !commits_.empty() || !put_batches_.empty() || !remove_batches_.empty()
+                                ? "an answer is owed"
                             : !lookups_.empty()                              ? "a lookup waits"
                             : home_ && !(home_->complete() && home_->idle()) ? "the home is busy"
                                                                              : nullptr;

@@ -55,8 +55,8 @@ void NodeServiceImpl::on_reserve_many(const rpc::SessionPtr& session, ReserveMan
     if (!s.is_ok()) fail(out, s);
     bytes += 32 + out.message.size() + 20 * out.place.pieces.size();
   }
-  reserved_batches_.push_back({call.head.txn, static_cast<uint32_t>(answer.items.size()),
-                               deadline_of(call.head.timeout_ms) + kReserveGraceNs});
+  reserved_batches_.push_back(
+      {call.head.txn, static_cast<uint32_t>(answer.items.size()), deadline_of(call.head.timeout_ms) + kReserveGraceNs});
   responder->ok(encode(answer));
 }
 

@@ -92,11 +92,11 @@ nb::object put(PyClient& client, std::string_view key, nb::bytes meta, nb::seque
   Buffers buffers(data, /*writable=*/false);
   uint64_t nbytes = 0;
   for (const iovec& v : buffers.iov()) nbytes += v.iov_len;
-  return put_result(unwrap(without_gil([&] {
-                      return client->put(key, {meta.c_str(), meta.size()}, buffers.iov(), options,
-                                         deadline_at(deadline_ns));
-                    })),
-                    nbytes);
+  return put_result(
+      unwrap(without_gil([&] {
+        return client->put(key, {meta.c_str(), meta.size()}, buffers.iov(), options, deadline_at(deadline_ns));
+      })),
+      nbytes);
 }
 
 std::string_view text_of(PyObject* object) {
@@ -360,14 +360,15 @@ void bind_pool(nb::module_& m) {
                        out.append(nb::make_tuple(p.offset, p.nbytes, to_bytes(p.meta)));
                      return out;
                    })
-      .def_prop_ro("single",
-                   [](PyObjectInfo& o) -> nb::object {
-                     const pool::ObjectInfo& info = o->info();
-                     if (info.parts.size() != 1) return nb::none();
-                     return nb::make_tuple(to_bytes(info.meta), info.nbytes);
-                   },
-                   nb::for_getter(nb::sig("def single(self, /) -> tuple[bytes, int] | None")),
-                   "(meta, nbytes) of an object of one writer, else None.")
+      .def_prop_ro(
+          "single",
+          [](PyObjectInfo& o) -> nb::object {
+            const pool::ObjectInfo& info = o->info();
+            if (info.parts.size() != 1) return nb::none();
+            return nb::make_tuple(to_bytes(info.meta), info.nbytes);
+          },
+          nb::for_getter(nb::sig("def single(self, /) -> tuple[bytes, int] | None")),
+          "(meta, nbytes) of an object of one writer, else None.")
       .def_prop_ro("left_ms", [](PyObjectInfo& o) { return o->info().left_ms; })
       .def_prop_ro("label", [](PyObjectInfo& o) { return o->info().label; })
       .def_prop_ro("replicas", [](PyObjectInfo& o) { return o->info().replicas.size(); })

@@ -784,7 +784,8 @@ struct World {
     std::vector<uint32_t> all;
     for (const auto& [index, e] : donors[i].extents) all.push_back(index);
     if (all.empty()) return;
-    if (const auto a = donors[i].demote(all[roll(all.size())])) home.moved(node(uint8_t(i)), a->key, a->extent, a->tier);
+    if (const auto a = donors[i].demote(all[roll(all.size())]))
+      home.moved(node(uint8_t(i)), a->key, a->extent, a->tier);
   }
   void lose_home() {
     home = Home(++view, 7);

@@ -1,9 +1,9 @@
 // The pool's messages: what was encoded is decoded, and no bytes whatever make a decoder accept what is out of bounds.
-#include "pool/batch_messages.h"
-
 #include <doctest/doctest.h>
 
 #include <random>
+
+#include "pool/batch_messages.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::pool;

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import GiB, MiB, Table
-from stores import HERE, Store, free_port
+from stores import HERE, TOKEN, Store, free_port
 
 BATCH = 1000
 SMALL = 4 << 10
@@ -24,7 +24,7 @@ def own_node(memory: str = "4GiB") -> Iterator[str]:
     """A node that listens on TCP, in a folder of its own; its address."""
     with tempfile.TemporaryDirectory(prefix="tm-bench-") as folder:
         address = f"127.0.0.1:{free_port()}"
-        env = {**os.environ, "TM_RUNTIME_DIR": folder, "PYTHONPATH": str(HERE.parent)}
+        env = {**os.environ, "TM_RUNTIME_DIR": folder, "PYTHONPATH": str(HERE.parent), "TM_TOKEN": TOKEN}
         command = [sys.executable, "-m", "torch_mooncake", "node", "--memory", memory, "--listen", f"tcp://{address}"]
         node = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MEMORY = 1 << 30
+TOKEN = "benchmarks"  # of our own nodes
 SEGMENT = 3 << 30  # what a Mooncake client lends
 
 
@@ -207,7 +208,7 @@ class Store:
                 addresses = (f"127.0.0.1:{port}",) * 2
                 self.server = self._serve(name, peers, debian, port, env)
             else:
-                env["PYTHONPATH"] = str(HERE.parent)
+                env |= {"PYTHONPATH": str(HERE.parent), "TM_TOKEN": TOKEN}
             self.writer = Worker(python, name, "writer", addresses[0], env)
             self.reader = Worker(python, name, "reader", addresses[1], env | (reader_env or {}))
         except BaseException:

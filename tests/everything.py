@@ -40,18 +40,18 @@ def steps() -> list[Step]:
     root = os.geteuid() == 0 and shutil.which("ip") is not None
     clang = shutil.which("clang++-14") is not None
     worlds = [
-        Step(f"torch suite, world {n}", ["make", "test-torch-suite", f"WORLD_SIZE={n}"], minutes=40) for n in (2, 4, 8)
+        Step(f"torch suite, world {n}", ["make", "test-torch-suite", f"WORLD_SIZE={n}"], minutes=20) for n in (2, 4, 8)
     ]
     return [
-        Step("slow tests", [*PYTEST, "-m", "slow and not gpu and not netns and not network"], minutes=150),
+        Step("slow tests", [*PYTEST, "-m", "slow and not gpu and not netns and not network"], minutes=90),
         Step(
             "network namespaces",
             [*PYTEST, "-m", "netns and not gpu"],
             minutes=40,
             without="" if root else "needs root and iproute2",
         ),
-        Step("ASan and UBSan", ["make", "sanitize", "SANITIZE=address,undefined"], minutes=60),
-        Step("TSan", ["make", "sanitize", "SANITIZE=thread"], minutes=60),
+        Step("ASan and UBSan", ["make", "sanitize", "SANITIZE=address,undefined"], minutes=120),
+        Step("TSan", ["make", "sanitize", "SANITIZE=thread"], minutes=120),
         Step("fuzzers", ["make", "fuzz"], {"FUZZ_SECONDS": "60"}, without="" if clang else "needs clang-14"),
         *worlds,
         Step("soak, 5 minutes", [PYTHON, "tests/soak.py", "--minutes", "5"], minutes=10),

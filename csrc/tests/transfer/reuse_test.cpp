@@ -120,7 +120,8 @@ TEST_CASE("every connection is cut in the middle: peer_lost in time on both side
     auto start = steady_ns();
     for (auto& lane : two.peer->session()->lanes()) lane->kill(Status(Code::peer_lost, "cut by the test"));
     for (auto& op : ops) check_outcome(op->wait(soon(5000)), {Code::peer_lost});
-    CHECK(steady_ns() - start < 3'000'000'000);  // promised: 1 s
+    CHECK(steady_ns() - start < 3'000'000'000);                                    // promised: 1 s
+    for (auto until = soon(1000); two.peer->alive() && !until.expired();) nap(1);  // ops may all have been done before
     CHECK(!two.peer->alive());
     REQUIRE_OK(two.engine->deregister(local, soon(5000)));
     // A map that was ours until then cannot be given back, for there is nobody to tell: the next session does that.
@@ -130,7 +131,8 @@ TEST_CASE("every connection is cut in the middle: peer_lost in time on both side
     for (auto until = soon(5000); !watch.expired() && !until.expired();) nap(1);
     CHECK_MESSAGE(watch.expired(), "an op that has ended is still held");
     auto said = two.child.ask("deregister r 500");
-    CHECK_MESSAGE((said.rfind("OK", 0) == 0 || (way == Way::segment && said.rfind("BUSY", 0) == 0)), said);
+    bool mapped = way == Way::segment || way == Way::cuda_ipc;
+    CHECK_MESSAGE((said.rfind("OK", 0) == 0 || (mapped && said.rfind("BUSY", 0) == 0)), said);
     fill(memory.data, kOurs, 77);
     two.child.ask("zero r");
     nap(150);

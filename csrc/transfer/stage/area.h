@@ -17,6 +17,7 @@ inline constexpr uint64_t kStageSlotBytes = 1 << 20;
 
 struct StageArea {
   std::shared_ptr<Segment> segment;
+  MappingPtr mapping;  // stays for a disk or device that is still at a slot when the session, and the region, are over
   RegionImplPtr region;
   static Result<std::shared_ptr<StageArea>> create(EngineImpl& engine);
 };

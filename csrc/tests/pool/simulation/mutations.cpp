@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "pool/batch_messages.h"
 #include "pool/messages.h"
 #include "pool/pin_slots.h"
 #include "pool/simulation/cluster.h"
@@ -126,7 +127,9 @@ void install(Mutation mutation, Cluster& cluster) {
       engine_mutations.late_writes = true;
       return;
     case Mutation::consume_any:
-      return change<KeyCall>(kRemove, [](KeyCall& call) { call.only.reset(); });
+      return change<RemoveManyCall>(kRemoveMany, [](RemoveManyCall& call) {
+        for (RemoveItem& item : call.items) item.only.reset();
+      });
     case Mutation::ttl_forgotten:
       return change<AnnounceRequest>(kAnnounce, [](AnnounceRequest& all) {
         for (Announced& a : all.extents) a.left_ms.reset();

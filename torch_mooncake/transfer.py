@@ -629,7 +629,8 @@ class Engine:
         publications, self._publications = self._publications, []
         with self._directories_lock:
             directories = list(self._directories.values())
-        for closing in [discovery.Question(each.close, "tm-withdraw") for each in (*publications, *directories)]:
+        closers = [each.close for each in publications] + [each.close for each in directories]
+        for closing in [discovery.Question(close, "tm-withdraw") for close in closers]:
             with contextlib.suppress(IoError):  # not in time
                 closing.result(deadline - time.monotonic())
 

@@ -47,6 +47,7 @@ Result<std::vector<size_t>> ClientImpl::refresh(const Places& places, RefreshCal
       Result<RefreshAnswer> answer = node.status();
       if (node.is_ok()) {
         shape.session = (*node)->session_id();
+        (*node)->tell_touches();  // of reads before this, in their own order
         shape.extents.clear();
         for (size_t i = end; i-- > begin;) shape.extents.push_back(extents[i].second);
         answer = (*node)->call<RefreshAnswer>(kRefresh, shape, deadline);

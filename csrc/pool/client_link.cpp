@@ -97,15 +97,23 @@ bool Link::counted(int64_t ttl_ns) const {
 }
 
 void Link::touch(ExtentRef extent) {
-  TouchCall call;
   {
     std::lock_guard lock(touch_mutex_);
     const int64_t now = steady_ns();
     if (touched_.empty()) touched_since_ns_ = now;
     touched_.push_back(extent);
     if (touched_.size() < kTouches && now - touched_since_ns_ < kTouchNs) return;
+  }
+  tell_touches();
+}
+
+void Link::tell_touches() {
+  TouchCall call;
+  {
+    std::lock_guard lock(touch_mutex_);
     call.extents.swap(touched_);
   }
+  if (call.extents.empty()) return;
   if (const Status s = session_->post(kTouch, encode(call)); !s.is_ok()) return;  // a hint; the session is over
 }
 

@@ -66,6 +66,8 @@ class Link : public std::enable_shared_from_this<Link> {
   // A use of an extent that was found without asking. Told in batches; what is not told within 100 ms waits for the
   // next use.
   void touch(ExtentRef extent);
+  // What touch() has kept back, now: before what must come after it.
+  void tell_touches();
   const std::string& host_id() const { return session_->peer().host_id; }
   const EnginePtr& engine() const { return engine_; }
 

@@ -31,7 +31,7 @@ def test_info_tells_what_is_known_of_a_key(pool: tm.Pool) -> None:
     meta = {"step": 7, "loss": 0.5, "tags": ["a", b"\x00", None, True], "nested": {"x": {}}}
     result = tm.put("k", torch.zeros(100), version="v7", meta=meta)
     info = tm.info("k")
-    assert info == tm.Info("k", result.version, "v7", 400, meta, False, 1, 1, True, None)
+    assert info == tm.Info("k", result.version, "v7", 400, meta, False, 1, 1, True, None, ("dram",))
     tm.put("k", {f"layer{i}": torch.zeros(1) for i in range(20_000)}, meta={"long": "description"})
     assert tm.info("k").meta == {"long": "description"}
     tm.put("k", 1)

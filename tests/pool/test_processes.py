@@ -125,6 +125,7 @@ def test_worker_killed_then_everything_works_again(pool: tm.Pool, pool_env: Any)
 
     def works() -> bool:
         try:
+            tm.put("new", 1, timeout=5)
             return torch.equal(tm.get("k", timeout=5), want)
         except (tm.PeerLost, tm.PoolUnavailable) as error:  # clear, and gone soon
             errors.append(error)
@@ -132,7 +133,6 @@ def test_worker_killed_then_everything_works_again(pool: tm.Pool, pool_env: Any)
 
     assert eventually(works, timeout=20)
     assert torch.equal(held, want)
-    tm.put("new", 1)
     assert tm.get("new") == 1
     assert len(pool_env.nodes()) == 2
 

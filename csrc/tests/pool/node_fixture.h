@@ -40,7 +40,7 @@ struct Node {
     if (keeper == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       ::close(pipe[0]);
-      log::set_level(log::Level::off);
+      if (!::getenv("TM_TEST_LOG")) log::set_level(log::Level::off);
       set_failpoints(failpoints);
       ::_exit(run_node(options));
     }
@@ -78,6 +78,11 @@ inline ClientPtr connect(const std::string& address, const std::string& host_id 
   options.host_id = host_id;
   options.token = "secret";
   auto client = Client::connect(options, Deadline::after_ms(10'000));
+  // A member is up before it has joined its leader.
+  for (int i = 0; i < 200 && client.status().code() == Code::pool_unavailable; ++i) {
+    ::usleep(20'000);
+    client = Client::connect(options, Deadline::after_ms(10'000));
+  }
   REQUIRE_MESSAGE(client.is_ok(), client.status().to_string());
   return *client;
 }

@@ -306,7 +306,12 @@ TEST_CASE("thousands of ops that fail leave neither threads nor descriptors nor 
     CHECK(after.fds <= before.fds);
     CHECK(after.threads <= threads);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which keep freed memory
-    CHECK(anonymous_kib() <= kib + (16 << 10));
+    // An allocator's arenas and an engine's buffers may come late, once; a leak goes on.
+    if (anonymous_kib() > kib + (16 << 10)) {
+      kib = anonymous_kib();
+      fail(2000);
+      CHECK(anonymous_kib() <= kib + (8 << 10));
+    }
 #else
     (void)kib;
 #endif

@@ -187,5 +187,13 @@ def test_a_worker_that_starts_again(pool: tm.Pool, pool_env: Any) -> None:
         assert eventually(lambda: len(pool_env.nodes()) == 2)  # the next worker runs, whether or not it serves yet
         os.kill(pool_env.worker(), signal.SIGKILL)
         assert torch.equal(tm.get("k"), torch.arange(100))
-    tm.put("k", torch.arange(50))
+
+    def put() -> bool:
+        try:
+            tm.put("k", torch.arange(50), timeout=5)
+        except (tm.PeerLost, tm.PoolUnavailable):  # it met the dying worker, and says that nobody can say
+            return False
+        return True
+
+    assert eventually(put, timeout=20)
     assert torch.equal(tm.get("k"), torch.arange(50))

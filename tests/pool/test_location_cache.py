@@ -21,22 +21,23 @@ MiB = 1 << 20
 # Puts (and now and then deletes) values that carry a growing number, and says in shared memory what was acknowledged:
 # (number of the last put that has returned, number of the put under way, deleted up to this number).
 WRITER = """
-import mmap, struct, time, torch, torch_mooncake as tm
+import ctypes, mmap, time, torch, torch_mooncake as tm
 file = open(path, "r+b")
 board = mmap.mmap(file.fileno(), 0)
+acknowledged, begun = (ctypes.c_uint64.from_buffer(board, at) for at in (0, 8))  # struct would write zeros first
 end = time.monotonic() + seconds
 number = 0
 while time.monotonic() < end:
     number += 1
     if number % 7 == 0:
-        struct.pack_into("Q", board, 8, number)
+        begun.value = number
         tm.delete("k")
-        struct.pack_into("Q", board, 0, number)
+        acknowledged.value = number
         continue
     value = torch.full((length,), number)
-    struct.pack_into("Q", board, 8, number)
+    begun.value = number
     tm.put("k", value)
-    struct.pack_into("Q", board, 0, number)
+    acknowledged.value = number
 result = number
 """
 

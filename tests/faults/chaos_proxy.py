@@ -104,7 +104,8 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
         self.links: list[Link] = []
         self.open = True
-        self.refusing = threading.Event()
+        self.refusing = False
+        self.accepting = threading.Lock()
         self.thread = threading.Thread(target=self._accept, daemon=True)
         self.thread.start()
 
@@ -112,14 +113,20 @@ class Proxy:
         while self.open:
             if not select.select([self.listener], [], [], 0.02)[0]:
                 continue
-            client, _ = self.listener.accept()
-            if self.refusing.is_set():
-                _reset(client)
-                continue
-            server = socket.create_connection(self.target)
-            for s in (client, server):
-                s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.links.append(Link(client, server))
+            with self.accepting:
+                client, _ = self.listener.accept()
+                if self.refusing:
+                    _reset(client)
+                    continue
+                server = socket.create_connection(self.target)
+                for s in (client, server):
+                    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.links.append(Link(client, server))
+
+    def refuse(self, yes: bool = True) -> None:
+        """Whoever dials is refused. From here on ``links`` is all there is: a lane that was being opened is in it."""
+        with self.accepting:
+            self.refusing = yes
 
     def close(self) -> None:
         self.open = False

@@ -68,6 +68,7 @@ def test_lanes_are_reset_in_the_middle_and_every_byte_is_right(proxied: Proxied,
 
 def test_every_connection_is_reset(proxied: Proxied) -> None:
     two = proxied.two
+    proxied.proxy.refuse()
     for link in proxied.proxy.links:
         link.freeze()  # so that the ops are under way
     ops = [two.engine.write(two.region, two.remote, timeout=30), two.engine.read(two.region, two.remote, timeout=30)]
@@ -79,6 +80,7 @@ def test_every_connection_is_reset(proxied: Proxied) -> None:
     assert time.monotonic() - start < 3  # promised: 1 s
     two.engine.deregister(two.region, timeout=5)
     two.region = two.engine.register(two.local)
+    proxied.proxy.refuse(False)
     two.connect(proxied.proxy.address)  # and a new session works
     proxied.read_once()
 
@@ -86,6 +88,7 @@ def test_every_connection_is_reset(proxied: Proxied) -> None:
 def test_a_half_open_connection_is_noticed_by_its_silence(proxied: Proxied) -> None:
     """Nothing arrives any more, and no packet says so: ops end by their deadline, the session within its limit."""
     two = proxied.two
+    proxied.proxy.refuse()
     for link in proxied.proxy.links:
         link.freeze()
     start = time.monotonic()
@@ -173,6 +176,7 @@ def test_a_peer_that_stops_reading_is_back_pressure(proxied: Proxied) -> None:
     """Hundreds of ops into a connection that takes nothing: no error, no memory, and all is well when it flows."""
     two = proxied.two
     two.local[:] = random_bytes(two.nbytes, 4)
+    proxied.proxy.refuse()
     for link in proxied.bulk:
         link.freeze()
     ops = [two.engine.write(two.region, two.remote, timeout=60) for _ in range(40)]
@@ -187,13 +191,13 @@ def test_a_peer_that_stops_reading_is_back_pressure(proxied: Proxied) -> None:
 def test_the_listener_refuses_for_a_while(proxied: Proxied) -> None:
     """Lanes that were lost are dialled again, with back-off, until it works."""
     two = proxied.two
-    proxied.proxy.refusing.set()
+    proxied.proxy.refuse()
     for link in proxied.bulk:
         link.reset()
     first = ends(two.engine.write(two.region, two.remote, timeout=20), 25)
     assert first is None, first  # over the lane that is left
     lanes = len(proxied.proxy.links)
-    proxied.proxy.refusing.clear()
+    proxied.proxy.refuse(False)
     assert eventually(lambda: len(proxied.proxy.links) > lanes)
     proxied.read_once()
 

@@ -94,7 +94,7 @@ class Config:
             require(os.path.isabs(path) and parse_bytes(size) >= 64 << 20, "ssd", "PATH:SIZE, 64 MiB at least, each")
         require(self.linger_s == self.linger_s, "linger_s", "a number of seconds")
         require(0 < self.start_timeout_s <= 600, "start_timeout_s", "above 0 and at most 600")
-        require(0 <= self.view_ttl_s <= 60, "view_ttl_s", "between 0 and 60")
+        require(0 <= self.view_ttl_s <= 4, "view_ttl_s", "between 0 and 4: a node's lease is 5 seconds")
         require(bool(self.transports) and all(self.transports), "transports", "names separated by commas")
         require(all(self.nics), "nics", "patterns separated by commas")
         require(1 <= self.lanes <= 64, "lanes", "between 1 and 64")

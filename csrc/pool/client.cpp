@@ -21,6 +21,8 @@ uint32_t timeout_ms(Deadline deadline) {
 }
 
 Result<ClientPtr> Client::connect(ClientOptions options, Deadline deadline) {
+  if (!(options.view_ttl_s >= 0 && options.view_ttl_s * 1e3 <= kMaxViewTtlMs))
+    return {Code::invalid_argument, "view_ttl is between 0 and " + std::to_string(kMaxViewTtlMs) + " ms"};
   auto client = std::make_shared<ClientImpl>(std::move(options));
   TM_TRY(client->start(deadline));
   return ClientPtr(std::move(client));
@@ -173,6 +175,8 @@ Result<LinkPtr> ClientImpl::home(Deadline deadline) {
   TM_ASSIGN(auto local_link, local(deadline));
   return link(view()->home, deadline);
 }
+
+bool ClientImpl::reachable() { return home(Deadline::after_ms(100)).is_ok(); }
 
 Status ClientImpl::refresh_view(Deadline deadline) {
   TM_ASSIGN(auto node, local(deadline));

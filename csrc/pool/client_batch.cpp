@@ -1,5 +1,6 @@
 // Many keys at once: puts in chunks whose reservations, writes and commits overlap; look-ups, reads, removals.
 #include <algorithm>
+#include <set>
 #include <unordered_set>
 
 #include "common/crc32c.h"
@@ -29,7 +30,7 @@ std::vector<Result<T>> all_fail(size_t n, const Status& why) {
 // Entries that go to their nodes together.
 struct ClientImpl::Chunk {
   std::vector<uint32_t> entries;  // indices in the round
-  uint64_t nbytes = 0;
+  uint64_t nbytes = 0, meta_bytes = 0;
   bool rides = false;  // the values ride inside the commit
   TxnId txn{};
   PendingCall call;                // a reservation, then a commit
@@ -109,14 +110,17 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
       const uint64_t most = rides ? kInlineChunk : kChunkBytes;
       bool open = false;
       for (uint32_t i : some) {
-        const uint64_t nbytes = total_bytes(entries[i].data) + (rides ? entries[i].meta.size() : 0);
-        if (!open || round.chunks.back().entries.size() == kChunkItems || round.chunks.back().nbytes + nbytes > most) {
+        const uint64_t meta = entries[i].meta.size();
+        const uint64_t nbytes = total_bytes(entries[i].data) + (rides ? meta : 0);
+        if (!open || round.chunks.back().entries.size() == kChunkItems || round.chunks.back().nbytes + nbytes > most ||
+            round.chunks.back().meta_bytes + meta > kInlineChunk) {
           round.chunks.emplace_back();
           round.chunks.back().rides = rides;
           open = true;
         }
         round.chunks.back().entries.push_back(i);
         round.chunks.back().nbytes += nbytes;
+        round.chunks.back().meta_bytes += meta;
       }
     };
     add(small, rides);
@@ -132,8 +136,16 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
     for (size_t i = round.chunks.size() - std::min(round.chunks.size(), kAhead - 1); i < round.chunks.size(); ++i)
       finish_chunk(round, round.chunks[i]);
   }
-  for (uint32_t i : round.singly)
+  // A node that is gone is waited for once.
+  Status in_vain;
+  for (uint32_t i : round.singly) {
+    if (!in_vain.is_ok() && !reachable()) {
+      outcomes[i] = in_vain;
+      continue;
+    }
     outcomes[i] = put(entries[i].key, entries[i].meta, entries[i].data, options, deadline);
+    if (outcomes[i].status().code() == Code::pool_unavailable) in_vain = outcomes[i].status();
+  }
 }
 
 // What is there and stays is not written first.
@@ -196,6 +208,8 @@ void ClientImpl::write_chunk(Round& round, Chunk& chunk) {
   if (chunk.rides || chunk.entries.empty()) return;
   auto reply = chunk.call.wait();
   auto answer = reply.is_ok() ? decode<ReserveManyAnswer>(reply->body) : Result<ReserveManyAnswer>(reply.status());
+  if (!reply.is_ok() && leaves_open(reply.status().code()))
+    round.here->abandon(chunk.txn, static_cast<uint32_t>(chunk.entries.size()));
   if (!answer.is_ok() || answer->items.size() > chunk.entries.size()) {
     if (answer.is_ok() || passing(answer.status())) return round.later(chunk.entries);
     return round.fail(chunk.entries, answer.status());
@@ -311,7 +325,8 @@ std::vector<Result<ObjectPtr>> ClientImpl::locate_many(std::span<const std::stri
 std::vector<Status> ClientImpl::read_many(std::span<const ReadEntry> entries, Deadline deadline) {
   std::vector<Status> out;
   out.reserve(entries.size());
-  for (const ReadEntry& entry : entries) out.push_back(read(entry.object, entry.offset, entry.out, deadline));
+  std::set<NodeId> gone;
+  for (const ReadEntry& entry : entries) out.push_back(read(entry.object, entry.offset, entry.out, gone, deadline));
   return out;
 }
 
@@ -319,7 +334,8 @@ std::vector<Result<MappedObject>> ClientImpl::map_many(std::span<const ObjectPtr
                                                        Deadline deadline) {
   std::vector<Result<MappedObject>> out;
   out.reserve(objects.size());
-  for (const ObjectPtr& object : objects) out.push_back(map(object, read_only, deadline));
+  std::set<NodeId> gone;
+  for (const ObjectPtr& object : objects) out.push_back(map(object, read_only, gone, deadline));
   return out;
 }
 

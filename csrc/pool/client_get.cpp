@@ -151,8 +151,39 @@ Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::ve
   return last;
 }
 
+// What has gone between the home's answer and the donor's is looked up again, as is what a silent donor holds and what
+// waits for others to come from an SSD: for kReconnectMs, and as long as some of it comes.
 std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> keys, std::vector<LookupEntry> entries,
                                                  Deadline deadline) {
+  std::vector<size_t> again;
+  auto out = build_once(keys, std::move(entries), &again, deadline);
+  Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
+  while (!again.empty() && until.remaining_ns() >= 20'000'000 && usable().is_ok()) {
+    timespec pause{0, 20'000'000};
+    nanosleep(&pause, nullptr);
+    std::vector<std::string> some;
+    for (size_t i : again) some.push_back(keys[i]);
+    LookupCall shape;
+    shape.describe = true;
+    auto fresh = look_up(some, shape, until);
+    if (!fresh.is_ok()) {
+      for (size_t i : again) out[i] = fresh.status();
+      return out;
+    }
+    std::vector<size_t> left;
+    auto built = build_once(some, std::move(fresh).value(), &left, until);
+    for (size_t n = 0; n < again.size(); ++n) out[again[n]] = std::move(built[n]);
+    if (left.size() < again.size()) until = min(deadline, Deadline::after_ms(kReconnectMs));
+    for (size_t& n : left) n = again[n];
+    again = std::move(left);
+  }
+  return out;
+}
+
+// `again`: positions of what was found, but could not be described.
+std::vector<Result<ObjectPtr>> ClientImpl::build_once(std::span<const std::string> keys,
+                                                      std::vector<LookupEntry> entries, std::vector<size_t>* again,
+                                                      Deadline deadline) {
   std::vector<Result<ObjectPtr>> out;
   out.reserve(keys.size());
   std::map<NodeId, LinkPtr> mapped;  // those of this host
@@ -161,9 +192,6 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
     for (const auto& [id, link] : links_)
       if (link->mapped() && link->alive()) mapped[id] = link;
   }
-  // What has gone between the home's answer and the donor's is looked up again, as is what a silent donor holds.
-  const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
-  std::vector<size_t> again;
   const Status elsewhere = describe_elsewhere(keys, entries, deadline);
   for (size_t i = 0; i < keys.size(); ++i) {
     LookupEntry& e = entries[i];
@@ -199,8 +227,13 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
       here[place.part] = here[place.part] || is_here;
     }
     if (!std::all_of(described.begin(), described.end(), [](bool b) { return b; })) {
-      again.push_back(i);
-      out.emplace_back(elsewhere.is_ok() ? missing(keys[i]) : elsewhere.with("key '" + keys[i] + "'"));
+      again->push_back(i);
+      const bool waits = std::any_of(e.places.begin(), e.places.end(),
+                                     [](const Place& p) { return !p.description && p.at.tier == Tier::ssd; });
+      out.emplace_back(
+          waits ? Status(Code::pool_full, "key '" + keys[i] + "' is on an SSD, and no memory was free for it")
+          : elsewhere.is_ok() ? missing(keys[i])
+                              : elsewhere.with("key '" + keys[i] + "'"));
       continue;
     }
     for (size_t p = 0; p < object->parts_.size(); ++p) {
@@ -220,26 +253,18 @@ std::vector<Result<ObjectPtr>> ClientImpl::build(std::span<const std::string> ke
     if (auto one = object->link_.lock(); one && !info.left_ms) cache_.add({object, std::move(one)});
     out.emplace_back(ObjectPtr(std::move(object)));
   }
-  if (again.empty() || until.remaining_ns() < 20'000'000 || !usable().is_ok()) return out;
-  timespec pause{0, 20'000'000};
-  nanosleep(&pause, nullptr);
-  std::vector<std::string> some;
-  for (size_t i : again) some.push_back(keys[i]);
-  LookupCall shape;
-  shape.describe = true;
-  auto fresh = look_up(some, shape, until);
-  if (!fresh.is_ok()) {
-    for (size_t i : again) out[i] = fresh.status();
-    return out;
-  }
-  auto rebuilt = build(some, std::move(fresh).value(), until);
-  for (size_t n = 0; n < again.size(); ++n) out[again[n]] = std::move(rebuilt[n]);
   return out;
 }
 
 // --- read ---
 
 Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, Deadline deadline) {
+  std::set<NodeId> gone;
+  return read(object, offset, out, gone, deadline);
+}
+
+Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, std::set<NodeId>& gone,
+                        Deadline deadline) {
   TM_TRY(usable());
   const auto& o = static_cast<const ObjectImpl&>(*object);
   const bool quick = o.parts_.size() == 1 && o.info_.nbytes < kSlabLimit && out.size() == 1 && !o.parts_[0].crc32c;
@@ -262,7 +287,7 @@ Status ClientImpl::read(const ObjectPtr& object, uint64_t offset, std::span<cons
     std::vector<iovec> memory;
     for (const ReadRange& r : by_part[i]) memory.push_back({r.to, r.nbytes});
     const ObjectPart& part = o.parts_[i];
-    TM_TRY(read_part(part, by_part[i], memory, deadline));
+    TM_TRY(read_part(part, by_part[i], memory, gone, deadline));
     if (!part.crc32c || total_bytes(memory) != part.nbytes) continue;
     uint32_t crc = 0;
     for (const iovec& v : memory) crc = crc32c(v.iov_base, v.iov_len, crc);
@@ -281,8 +306,9 @@ Status ClientImpl::read_ranges(const ObjectPtr& object, std::span<const ReadRang
   const auto& o = static_cast<const ObjectImpl&>(*object);
   TM_ASSIGN(const auto by_part, split(o, ranges));
   if (o.data_) return read_data(o, by_part[0]);
+  std::set<NodeId> gone;
   for (size_t i = 0; i < by_part.size(); ++i)
-    if (!by_part[i].empty()) TM_TRY(read_part(o.parts_[i], by_part[i], std::span(&memory, 1), deadline));
+    if (!by_part[i].empty()) TM_TRY(read_part(o.parts_[i], by_part[i], std::span(&memory, 1), gone, deadline));
   return {};
 }
 
@@ -319,12 +345,14 @@ Result<std::vector<std::vector<ReadRange>>> ClientImpl::split(const ObjectImpl& 
 }
 
 // From the first replica that answers. A node that is starting again is waited for; one that has left the pool took
-// its replicas along.
+// its replicas along. `gone`: those that were waited for in vain; not again.
 Status ClientImpl::read_part(const ObjectPart& part, std::span<const ReadRange> ranges, std::span<const iovec> memory,
-                             Deadline deadline) {
+                             std::set<NodeId>& gone, Deadline deadline) {
   const Deadline until = min(deadline, Deadline::after_ms(kReconnectMs));
   for (int64_t pause_ms = 2;; pause_ms = std::min<int64_t>(pause_ms * 2, 100)) {
     Status silent;
+    bool hope = false;
+    std::vector<NodeId> silent_nodes;
     for (const Replica& replica : part.replicas) {
       auto node = link(replica.node, deadline);
       const Status s =
@@ -334,10 +362,16 @@ Status ClientImpl::read_part(const ObjectPart& part, std::span<const ReadRange> 
         return s;
       }
       if (s.code() != Code::key_not_found && !passing(s)) return s;
-      if (passing(s)) silent = s;
+      if (!passing(s)) continue;
+      silent = s;
+      hope = hope || !gone.count(replica.node);
+      silent_nodes.push_back(replica.node);
     }
     if (silent.is_ok()) return {Code::key_not_found, "superseded: look it up again"};
-    if (until.remaining_ns() <= pause_ms * 1'000'000) return {Code::pool_unavailable, silent.message()};
+    if (!hope || until.remaining_ns() <= pause_ms * 1'000'000) {
+      if (!deadline.expired()) gone.insert(silent_nodes.begin(), silent_nodes.end());
+      return {Code::pool_unavailable, silent.message()};
+    }
     timespec pause{0, pause_ms * 1'000'000};
     nanosleep(&pause, nullptr);
   }
@@ -366,6 +400,12 @@ Result<MappedObject> ClientImpl::map_small(const ObjectImpl& object, Link& link)
 }
 
 Result<MappedObject> ClientImpl::map(const ObjectPtr& object, bool read_only, Deadline deadline) {
+  std::set<NodeId> gone;
+  return map(object, read_only, gone, deadline);
+}
+
+Result<MappedObject> ClientImpl::map(const ObjectPtr& object, bool read_only, std::set<NodeId>& gone,
+                                     Deadline deadline) {
   TM_TRY(usable());
   const auto& o = static_cast<const ObjectImpl&>(*object);
   if (o.parts_.size() == 1 && o.info_.nbytes < kSlabLimit)
@@ -381,7 +421,7 @@ Result<MappedObject> ClientImpl::map(const ObjectPtr& object, bool read_only, De
   if (!memory) return {Code::pool_full, "no memory for a copy of " + std::to_string(nbytes) + " bytes"};
   std::shared_ptr<std::byte> data(memory, [](std::byte* p) { std::free(p); });
   const iovec v{memory, nbytes};
-  TM_TRY(read(object, 0, std::span(&v, nbytes ? 1 : 0), deadline));
+  TM_TRY(read(object, 0, std::span(&v, nbytes ? 1 : 0), gone, deadline));
   return MappedObject{std::move(data), nbytes, false};
 }
 

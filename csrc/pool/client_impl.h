@@ -9,6 +9,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "pool/client.h"
 #include "pool/client_link.h"
@@ -80,6 +81,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<LinkPtr> local(Deadline deadline);  // this host's node, attached anew if it broke
   Result<LinkPtr> link(const NodeId& node, Deadline deadline);
   Result<LinkPtr> home(Deadline deadline);
+  bool reachable();  // our node and the home, now
   std::shared_ptr<const View> view() const;
   void take_view(View fresh);  // if it is newer; mutex_ held
   Status refresh_view(Deadline deadline);
@@ -133,10 +135,15 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<MappedObject> map_small(const ObjectImpl& object, Link& link);
   std::vector<Result<ObjectPtr>> build(std::span<const std::string> keys, std::vector<LookupEntry> entries,
                                        Deadline deadline);
+  std::vector<Result<ObjectPtr>> build_once(std::span<const std::string> keys, std::vector<LookupEntry> entries,
+                                            std::vector<size_t>* again, Deadline deadline);
+  Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, std::set<NodeId>& gone,
+              Deadline deadline);
+  Result<MappedObject> map(const ObjectPtr& object, bool read_only, std::set<NodeId>& gone, Deadline deadline);
   Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline);
   static Result<std::vector<std::vector<ReadRange>>> split(const ObjectImpl& object, std::span<const ReadRange> ranges);
   Status read_part(const ObjectPart& part, std::span<const ReadRange> ranges, std::span<const iovec> memory,
-                   Deadline deadline);
+                   std::set<NodeId>& gone, Deadline deadline);
   Status check_crc(const ObjectImpl& object, const std::byte* data) const;
   Result<std::optional<MappedObject>> map_local(const ObjectImpl& object, bool read_only);
 

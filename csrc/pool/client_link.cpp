@@ -119,7 +119,12 @@ void Link::tell_touches() {
 
 void Link::give_back(std::vector<ExtentRef> extents) {
   if (extents.empty()) return;
-  session_->call(kGiveBack, encode(GiveBackCall{attach_.session, std::move(extents)}), Deadline::after_ms(2000),
+  session_->call(kGiveBack, encode(GiveBackCall{attach_.session, std::move(extents), {}, 0}), Deadline::after_ms(2000),
+                 [](Result<rpc::Message>) {});
+}
+
+void Link::abandon(const TxnId& first, uint32_t n) {
+  session_->call(kGiveBack, encode(GiveBackCall{attach_.session, {}, first, n}), Deadline::after_ms(2000),
                  [](Result<rpc::Message>) {});
 }
 

@@ -86,6 +86,8 @@ class Link : public std::enable_shared_from_this<Link> {
   }
   // Waits for nothing. If it does not arrive the session is over, which gives back everything.
   void give_back(std::vector<ExtentRef> extents);
+  // The same of what may have been reserved for these transactions without our having been told where.
+  void abandon(const TxnId& first, uint32_t n);
 
   // Copies user memory to extents' pieces. Mapped: by this thread and the copy pool. Remote: one engine op;
   // `quiescent` tells whether no byte of it can land remotely any more.

@@ -227,6 +227,7 @@ Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCal
         continue;
       }
       last = place.status();
+      if (leaves_open(last.code())) (*node)->abandon(call.head.txn, 1);
       const bool other_may = last.code() == Code::pool_full || passing(last);
       if (!other_may) {
         let_go(reserved);

@@ -169,6 +169,8 @@ class TM_API Donor {
   // The writer will write no more into this extent of its own: a fenced one can be reused, a PREPARED one is dropped.
   // (After drop_txn or a timeout the extent is `fenced`, in limbo, until this or the end of the writer's session.)
   virtual Status give_back(ExtentRef extent, SessionId session) = 0;
+  // The same of all that the session reserved for `txn`, whether it knows of it or not.
+  virtual void abandon(const TxnId& txn, SessionId session) = 0;
 
   // Sessions: a client's slot page (opened once), its pins, its unfinished writes. Session ids never repeat in a
   // pool's life, also not over a worker's restart: take random_u64().
@@ -188,7 +190,7 @@ class TM_API Donor {
   virtual void refresh(std::span<const ExtentRef> last_first) = 0;
   // Not evicted until then: for readers elsewhere, and for what somebody is about to read. Of one owner (0: nobody's)
   // the latest time counts; it ends with the owner's session or unpin(). Lost with the worker. False: the extent is
-  // gone.
+  // gone, or is on an SSD and a quarter of the memory is waited for already.
   virtual bool hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner = 0) = 0;
   virtual void unpin(ExtentRef extent, SessionId owner) = 0;
   virtual void sweep(int64_t now_ns) = 0;

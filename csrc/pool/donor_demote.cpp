@@ -15,8 +15,11 @@
 
 namespace torch_mooncake::pool {
 
-bool DonorImpl::stalled() const {
-  return std::any_of(stores_.begin(), stores_.end(), [](const auto& s) { return s->store->stalled(); });
+uint64_t DonorImpl::demoting_bytes() const {
+  uint64_t sum = 0;
+  for (const auto& s : stores_)
+    if (!s->store->stalled()) sum += s->demoting_bytes;
+  return sum;
 }
 
 bool DonorImpl::room_soon() const {
@@ -37,7 +40,11 @@ std::optional<size_t> DonorImpl::store_for(uint32_t index) const {
     const ssd::Store& store = *stores_[i]->store;
     if (store.out_of_service() || !store.fits(size)) continue;
     if (!store.has_free_space() && lru_.uses(index) < 2) continue;
-    if (!best || store.stats().writing_bytes < stores_[*best]->store->stats().writing_bytes) best = i;
+    const auto load = [this](size_t n) {
+      const ssd::Store& s = *stores_[n]->store;
+      return std::pair(s.full(), s.stats().writing_bytes);
+    };
+    if (!best || load(i) < load(*best)) best = i;
   }
   return best;
 }
@@ -103,12 +110,12 @@ bool DonorImpl::demote(uint32_t index) {
   t.dram = index;
   tier_of_[index] = generation;
   in_io_[index] = generation;
-  demoting_bytes_ += footprint(index);
+  stores_[*store]->demoting_bytes += footprint(index);
   return true;
 }
 
 void DonorImpl::demoted(uint64_t generation, uint32_t index, const DiskSpot& spot, const Status& status) {
-  demoting_bytes_ -= footprint(index);  // its memory stayed: it was in_io
+  stores_[spot.store]->demoting_bytes -= footprint(index);  // its memory stayed: it was in_io
   in_io_.erase(index);
   const auto it = tiers_.find(generation);
   if (it == tiers_.end()) {  // removed meanwhile, and marked
@@ -144,7 +151,7 @@ bool DonorImpl::take_off_clean(uint32_t index) {
 void DonorImpl::clean_ahead() {
   if (stores_.empty()) return;
   const uint64_t enough = options_.limit_bytes / 8;
-  while (space_.free_bytes() + clean_bytes_ + demoting_bytes_ < enough) {
+  while (space_.free_bytes() + clean_bytes_ + demoting_bytes() < enough) {
     const auto next = lru_.victim();
     if (!next) return;
     const Tiered* t = tier_of(*next);
@@ -153,7 +160,7 @@ void DonorImpl::clean_ahead() {
       set_clean(*next);
       continue;
     }
-    if (stalled() || !demote(*next)) return;
+    if (!demote(*next)) return;
     lru_.park(*next);
   }
 }
@@ -164,7 +171,7 @@ std::optional<uint32_t> DonorImpl::next_victim() {
     const CleanExtent c = clean_.front();
     clean_.pop_front();
     if (table_->at(c.index).content_generation != c.generation || !take_off_clean(c.index)) continue;
-    lru_.unpark(c.index);
+    if (lru_.parked(c.index)) lru_.unpark(c.index);
     if (lru_.last_use(c.index) == c.last_use) return c.index;
   }
   return lru_.victim();

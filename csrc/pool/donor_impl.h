@@ -43,7 +43,7 @@ class DonorImpl final : public Donor {
   Result<Announcement> describe(ExtentRef extent) const override;
   void promote(ExtentRef extent, Done done) override;
   std::optional<uint64_t> only_on_ssd(ExtentRef extent) const override;
-  bool making_room() const override { return (demoting_bytes_ > 0 && !stalled()) || room_soon(); }
+  bool making_room() const override { return demoting_bytes() > 0 || room_soon(); }
   void set_tier_callback(std::function<void(const Announcement&)> fn) override { tier_changed_ = std::move(fn); }
   void set_wake(std::function<void()> wake) override { inbox_->set_wake(std::move(wake)); }
   void run_completions() override;
@@ -52,6 +52,7 @@ class DonorImpl final : public Donor {
   std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns) const override;
 
   Status give_back(ExtentRef extent, SessionId session) override;
+  void abandon(const TxnId& txn, SessionId session) override;
   Result<std::shared_ptr<Segment>> open_slots(SessionId session) override;
   Result<UniqueFd> slots_for_client(SessionId session) override;
   void end_session(SessionId session) override;
@@ -119,6 +120,7 @@ class DonorImpl final : public Donor {
   void unlink_copy(Tiered& t);
   void set_at(Tiered& t, std::optional<DiskSpot> at);
   void fire(Tiered& t, const Status& status);
+  std::map<SessionId, int64_t> take_coming_pins(const Tiered& t);
   void mark(std::vector<DiskSpot> spots, Done done);
   void bad_spot(uint64_t generation, const DiskSpot& spot);
   void store_destroyed(size_t store, uint64_t segment, const std::vector<uint64_t>& ids);
@@ -136,7 +138,7 @@ class DonorImpl final : public Donor {
   void clean_ahead();
   void set_clean(uint32_t index);
   bool take_off_clean(uint32_t index);
-  bool stalled() const;
+  uint64_t demoting_bytes() const;  // on disks that answer
   bool room_soon() const;
   std::optional<uint32_t> next_victim();
 
@@ -172,14 +174,14 @@ class DonorImpl final : public Donor {
   std::unordered_map<uint32_t, uint64_t> tier_of_;  // by the extent that has the bytes
   std::map<uint64_t, std::vector<Done>> removing_;  // names whose marks are under way
   std::unordered_map<uint32_t, uint64_t> in_io_;    // extent -> its generation
-  uint64_t demoting_bytes_ = 0;
-  std::deque<CleanExtent> clean_;  // written ahead, least valuable first
+  std::deque<CleanExtent> clean_;                   // written ahead, least valuable first
   std::unordered_map<uint32_t, uint64_t> clean_bytes_of_;
   uint64_t clean_bytes_ = 0;
   std::deque<WaitingPromotion> waiting_promotions_;
   uint64_t waiting_bytes_ = 0;   // of theirs
   std::deque<uint64_t> unread_;  // names that are to be read when those have found room
   std::unordered_map<uint64_t, std::map<SessionId, int64_t>> coming_pins_;  // by name: hints on what is on its way
+  uint64_t coming_bytes_ = 0;                                               // of theirs
   SsdStats ssd_counts_;
   std::function<void(const Announcement&)> tier_changed_;
   std::function<void(const HeldSegment&, bool)> held_changed_;

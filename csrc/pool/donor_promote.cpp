@@ -120,8 +120,7 @@ void DonorImpl::placed(uint64_t generation, ExtentRef extent) {
   close_prepared(extent.index);
   enter_eviction(extent.index);
   table_->set_state(extent.index, ExtentState::final);
-  if (auto coming = coming_pins_.extract(generation); coming && !coming.mapped().empty())
-    hints_[extent.index] = std::move(coming.mapped());
+  if (auto coming = take_coming_pins(t); !coming.empty()) hints_[extent.index] = std::move(coming);
   t.dram = extent.index;
   tier_of_[extent.index] = generation;
   ++ssd_counts_.promotions;

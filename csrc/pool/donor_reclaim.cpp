@@ -95,11 +95,13 @@ void DonorImpl::unpark() {
   scan_pins();
   std::vector<uint32_t> back, still;
   for (uint32_t i : parked_) {
-    if (!lru_.contains(i) || !lru_.parked(i)) continue;  // deleted meanwhile
+    // Deleted meanwhile; or, after that, another extent of that number which has stepped aside for the disk.
+    if (!lru_.contains(i) || !lru_.parked(i) || clean_bytes_of_.count(i) || in_io(i)) continue;
     (pinned(i) || hints_.count(i) ? still : back).push_back(i);
   }
   std::sort(back.begin(), back.end(), [this](uint32_t a, uint32_t b) { return lru_.last_use(a) > lru_.last_use(b); });
-  for (uint32_t i : back) lru_.unpark(i);
+  for (uint32_t i : back)
+    if (lru_.parked(i)) lru_.unpark(i);  // it may be there twice
   parked_ = std::move(still);
 }
 
@@ -160,7 +162,7 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
       continue;
     }
     // Room that is being made already is not made twice.
-    if (!droppable_now(*victim) && sum + demoting_bytes_ >= std::max<uint64_t>(deficit, 1) && !stalled()) break;
+    if (!droppable_now(*victim) && sum + demoting_bytes() >= std::max<uint64_t>(deficit, 1)) break;
     const Fate what = fate(*victim);
     if (what == Fate::later) break;
     if (what == Fate::wait) {
@@ -234,7 +236,7 @@ bool DonorImpl::evict_one() {
 
 // No word in the log: it passes.
 Status DonorImpl::being_written(uint64_t nbytes) const {
-  return {Code::pool_full, std::to_string(nbytes) + " bytes asked, " + std::to_string(demoting_bytes_) +
+  return {Code::pool_full, std::to_string(nbytes) + " bytes asked, " + std::to_string(demoting_bytes()) +
                                " are being written to the SSD to make room"};
 }
 
@@ -263,6 +265,24 @@ Status DonorImpl::give_back(ExtentRef extent, SessionId session) {
     sweep_limbo();
   }
   return {};
+}
+
+void DonorImpl::abandon(const TxnId& txn, SessionId session) {
+  if (session == 0) return;
+  std::vector<uint32_t> dropped;
+  auto let_go = [&](uint32_t i) {
+    if (table_->at(i).writer != session) return false;
+    table_->at(i).writer = 0;
+    return true;
+  };
+  if (const auto it = open_.find(txn); it != open_.end())
+    for (uint32_t i : it->second)
+      if (let_go(i)) dropped.push_back(i);
+  bool fenced_no_more = false;  // dropped before: it was late
+  for (uint32_t i : limbo_)
+    if (table_->record(i).txn == txn && let_go(i)) fenced_no_more = true;
+  if (!dropped.empty()) retire(dropped);
+  if (fenced_no_more) sweep_limbo();
 }
 
 Result<std::shared_ptr<Segment>> DonorImpl::open_slots(SessionId session) {
@@ -326,6 +346,10 @@ bool DonorImpl::released(const SessionState& session) {
 bool DonorImpl::hint_pin(ExtentRef extent, int64_t until_ns, SessionId owner) {
   if (Tiered* t = tiered(extent); t && !t->dram) {  // brought into memory, and pinned there
     if (!t->at) return false;
+    if (!coming_pins_.count(extent.generation)) {
+      if (coming_bytes_ + t->record.nbytes > options_.limit_bytes / 4) return false;
+      coming_bytes_ += t->record.nbytes;
+    }
     int64_t& until = coming_pins_[extent.generation][owner];
     until = std::max(until, until_ns);
     promote(extent, [](const Status&) {});

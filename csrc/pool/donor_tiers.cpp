@@ -194,8 +194,15 @@ void DonorImpl::set_at(Tiered& t, std::optional<DiskSpot> at) {
 
 void DonorImpl::fire(Tiered& t, const Status& status) {
   t.reading = false;
-  coming_pins_.erase(t.name().generation);
+  take_coming_pins(t);
   for (Done& done : std::exchange(t.waiters, {})) inbox_->put([done = std::move(done), status] { done(status); });
+}
+
+std::map<SessionId, int64_t> DonorImpl::take_coming_pins(const Tiered& t) {
+  auto pins = coming_pins_.extract(t.name().generation);
+  if (!pins) return {};
+  coming_bytes_ -= t.record.nbytes;
+  return std::move(pins.mapped());
 }
 
 // Has it become an extent like any other, or nothing at all?
@@ -378,6 +385,14 @@ Status DonorImpl::check_tiers() const {
   }
   if (records != ssd_counts_.records || record_bytes != ssd_counts_.record_bytes)
     return {Code::corrupt, "donor: records on SSDs do not add up"};
+  uint64_t coming = 0;
+  for (const auto& [generation, owners] : coming_pins_) {
+    const auto it = tiers_.find(generation);
+    if (it == tiers_.end() || !it->second.reading)
+      return wrong(generation, "pinned for when it comes, and does not come");
+    coming += it->second.record.nbytes;
+  }
+  if (coming != coming_bytes_) return {Code::corrupt, "donor: what is to be pinned when it comes does not add up"};
   if (copies != tier_of_.size()) return {Code::corrupt, "donor: copies without a name"};
   uint64_t clean = 0;
   for (const auto& [index, nbytes] : clean_bytes_of_) {

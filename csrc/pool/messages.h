@@ -120,6 +120,7 @@ struct Announced {
   template <typename Ar>
   void fields(Ar& ar) {
     ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms)(tier);
+    ar.require(parts >= 1 && parts <= kMaxParts && part < parts);
   }
 };
 struct AnnounceRequest {
@@ -310,9 +311,12 @@ struct GiveBackCall {
   static constexpr const char* kName = "give back";
   SessionId session = 0;
   std::vector<ExtentRef> extents;
+  TxnId txn{};        // what was reserved for this and the following transactions, and the answer to which has not been
+  uint32_t txns = 0;  // waited for
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(session)(extents, kMaxBatch);
+    ar(session)(extents, kMaxBatch)(txn)(txns);
+    ar.require(txns <= kMaxBatch);
   }
 };
 struct BeginCall {  // of an object of several writers: who has the same label joins the same transaction
@@ -425,6 +429,7 @@ struct LookupEntry {
   void fields(Ar& ar) {
     ar(found);
     if (found) ar(kind)(version)(parts)(left_ms)(places, kMaxParts * 4);
+    ar.require(parts >= 1 && parts <= kMaxParts);
   }
 };
 struct LookupAnswer {

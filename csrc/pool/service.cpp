@@ -44,7 +44,11 @@ Status NodeServiceImpl::start() {
 
   donor_->set_evicted_callback([this](const Announcement& a) { evicted_.push_back({a.key, a.extent}); });
   donor_->set_tier_callback([this](const Announcement& a) { moved_.push_back({a.key, a.extent, a.tier}); });
-  donor_->set_wake([this] { strand_.run([this] { disk_done(); }); });
+  donor_->set_wake([this] {  // not on the disk's thread: it has other requests to serve
+    engine_->rpc().add_timer(Deadline::after_ms(0), [this] {
+      if (!closing_) strand_.run([this] { disk_done(); });
+    });
+  });
   engine_->rpc().on_session([this](const rpc::SessionPtr& session) {
     rpc::Session* raw = session.get();
     session->on_close([this, raw](const Status&) { strand_.run([this, raw] { session_closed(raw); }); });

@@ -25,6 +25,21 @@ void fail(Outcome& outcome, const Status& why) {
   outcome.message = why.message().substr(0, kMaxTextBytes);
 }
 
+// In a full pool every refusal looks at all pins: of one message, the least that did not fit speaks for what is longer.
+class Refused {
+ public:
+  const Status* of(uint64_t nbytes) const { return !why_.is_ok() && nbytes >= nbytes_ ? &why_ : nullptr; }
+  void note(uint64_t nbytes, const Status& s) {
+    if (s.code() != Code::pool_full || of(nbytes)) return;
+    why_ = s;
+    nbytes_ = nbytes;
+  }
+
+ private:
+  Status why_;
+  uint64_t nbytes_ = 0;
+};
+
 }  // namespace
 
 void NodeServiceImpl::on_reserve_many(const rpc::SessionPtr& session, ReserveManyCall call, ResponderPtr responder) {
@@ -38,6 +53,7 @@ void NodeServiceImpl::on_reserve_many(const rpc::SessionPtr& session, ReserveMan
   request.kind = call.head.kind;
   request.label = call.head.label;
   request.writer = call.session;
+  Refused refused;
   size_t bytes = 0;
   for (uint32_t i = 0; i < call.items.size() && bytes < kAnswerBytes; ++i) {
     const ReserveItem& item = call.items[i];
@@ -48,8 +64,10 @@ void NodeServiceImpl::on_reserve_many(const rpc::SessionPtr& session, ReserveMan
       request.key.assign(item.key);
       request.meta.assign(item.meta);
       request.nbytes = item.nbytes;
-      auto reservation = reserve(request);
+      const Status* full = refused.of(item.nbytes);
+      auto reservation = full ? Result<Reservation>(*full) : reserve(request);
       s = reservation.status();
+      refused.note(item.nbytes, s);
       if (reservation.is_ok()) out.place = {reservation->extent, std::move(reservation->pieces)};
     }
     if (!s.is_ok()) fail(out, s);
@@ -83,6 +101,7 @@ void NodeServiceImpl::on_put_many(const rpc::SessionPtr&, PutManyCall call, Resp
   ReserveRequest request;
   request.kind = call.head.kind;
   request.label = call.head.label;
+  Refused refused;
   for (uint32_t i = 0; i < call.items.size(); ++i) {
     PutItem& item = call.items[i];
     Status s = check_item(item.shard, item.key);
@@ -96,8 +115,10 @@ void NodeServiceImpl::on_put_many(const rpc::SessionPtr&, PutManyCall call, Resp
       request.key.assign(item.key);
       request.meta.assign(item.meta);
       request.nbytes = item.data.size();
+      if (const Status* full = refused.of(request.nbytes); full && s.is_ok()) s = *full;
       auto reservation = s.is_ok() ? reserve(request) : Result<Reservation>(s);
       s = reservation.status();
+      refused.note(request.nbytes, s);
       if (s.is_ok()) {
         const char* from = item.data.data();
         for (const Piece& piece : reservation->pieces) {

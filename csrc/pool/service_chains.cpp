@@ -24,10 +24,12 @@ void NodeServiceImpl::on_prefix(const rpc::SessionPtr& session, PrefixCall call,
       break;
     }
     Replicas replicas;
+    bool held = true;
     for (const auto& [part, at] : found.places) {
-      if (call.pin_ms && at.node == self_.id) donor_->hint_pin(at.extent, until_ns, pinner);
+      if (call.pin_ms && at.node == self_.id) held = donor_->hint_pin(at.extent, until_ns, pinner) && held;
       replicas.at.push_back(at);
     }
+    if (!held) break;  // what cannot be kept in memory is not promised
     answer.found.push_back(std::move(replicas));
   }
   responder->ok(encode(answer));

@@ -28,7 +28,6 @@
 namespace torch_mooncake::pool {
 
 inline constexpr int64_t kBeatMs = 500;
-inline constexpr int64_t kLeaseMs = 5000;  // a member that has not heard from the leader for so long fences itself
 inline constexpr int64_t kExpelMs = kLeaseMs + kLeaseMs / 10;  // the leader waits longer, by its own clock
 
 class NodeServiceImpl final : public NodeService {
@@ -162,6 +161,8 @@ class NodeServiceImpl final : public NodeService {
   void apply_mark(const Mark& mark, std::function<void(const Status&)> done);
   void send_mark(const SendMark& send);
   void repeat_marks();
+  template <typename Report, typename Item>
+  void tell_leader(Method method, const std::vector<Item>& items);
   void pump();  // does what the home wants done, until it wants nothing
   void expel(const NodeId& id, const char* why);
   void next_view(uint64_t at_least);

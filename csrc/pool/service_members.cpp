@@ -1,4 +1,6 @@
 // Marks, and the leader's side of membership: who is in the view, and who has been silent for too long.
+#include <algorithm>
+
 #include "common/failpoint.h"
 #include "common/log.h"
 #include "common/random.h"
@@ -6,6 +8,11 @@
 #include "pool/view_record.h"
 
 namespace torch_mooncake::pool {
+namespace {
+
+constexpr size_t kReportItems = 8192;  // of one message: with the longest keys about half of what it may have
+
+}  // namespace
 
 // --- marks ---
 
@@ -87,6 +94,17 @@ void NodeServiceImpl::repeat_marks() {
   }
 }
 
+// In as many messages as they need. If one does not arrive the session is over, and all is announced anew.
+template <typename Report, typename Item>
+void NodeServiceImpl::tell_leader(Method method, const std::vector<Item>& items) {
+  for (size_t at = 0; at < items.size() && leader_session_; at += kReportItems) {
+    const auto first = items.begin() + static_cast<ptrdiff_t>(at);
+    const auto n = static_cast<ptrdiff_t>(std::min(kReportItems, items.size() - at));
+    const Report report{view_.number, self_.id, std::vector<Item>(first, first + n)};
+    if (const Status s = leader_session_->post(method, encode(report)); !s.is_ok()) return leader_session_->close(s);
+  }
+}
+
 void NodeServiceImpl::pump() {
   if (pumping_) return;
   pumping_ = true;
@@ -94,13 +112,8 @@ void NodeServiceImpl::pump() {
     const auto evicted = std::exchange(evicted_, {});
     const auto moved = std::exchange(moved_, {});
     if (!leader_) {
-      // If it does not arrive the session is over, and all is announced anew.
-      Status s;
-      if (!moved.empty() && leader_session_)
-        s = leader_session_->post(kTiers, encode(TierReport{view_.number, self_.id, moved}));
-      if (s.is_ok() && !evicted.empty() && leader_session_)
-        s = leader_session_->post(kEvicted, encode(EvictedReport{view_.number, self_.id, evicted}));
-      if (!s.is_ok()) leader_session_->close(s);
+      tell_leader<TierReport>(kTiers, moved);
+      tell_leader<EvictedReport>(kEvicted, evicted);
       break;
     }
     for (const TierChange& c : moved) home_->moved(self_.id, c.key, c.extent, c.tier);

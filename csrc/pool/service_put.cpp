@@ -95,6 +95,15 @@ void NodeServiceImpl::on_give_back(const rpc::SessionPtr& session, GiveBackCall 
     // Gone, or committed meanwhile: nothing of it is the writer's any more.
     if (!s.is_ok() && s.code() != Code::key_not_found && s.code() != Code::invalid_argument) last = s;
   }
+  for (uint32_t i = 0; i < call.txns; ++i) {
+    const TxnId txn = txn_of(call.txn, i);
+    donor_->abandon(txn, call.session);
+    std::erase_if(waiting_, [&](const WaitingReserve& w) {
+      if (w.call.session != call.session || w.call.head.txn != txn) return false;
+      w.responder->fail({Code::cancelled, "given up by its writer"});
+      return true;
+    });
+  }
   retry_reservations();
   respond(*responder, last);
 }

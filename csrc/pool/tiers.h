@@ -55,6 +55,7 @@ struct StoreOwner final : ssd::Owner {
   DonorImpl& donor;
   const size_t number;
   uint64_t path_hash = 0;
+  uint64_t demoting_bytes = 0;  // of memory that is free when it has been written
   std::unique_ptr<ssd::Store> store;
   std::optional<ssd::Spot> worth_moving(uint64_t id, uint64_t segment) override;
   void moving(uint64_t id, const ssd::Spot& from, const ssd::Spot& to) override;

@@ -22,6 +22,8 @@ inline constexpr uint32_t kMaxPieces = 64;
 inline constexpr uint64_t kPageBytes = 4096;
 inline constexpr uint64_t kSlabLimit = 32 * 1024;  // smaller parts live in slabs: copied, never mapped
 inline constexpr uint32_t kShards = 4096;
+inline constexpr int64_t kLeaseMs = 5000;  // a member that has not heard from the leader for so long fences itself
+inline constexpr int64_t kMaxViewTtlMs = kLeaseMs - 1000;  // who is believed for longer may have been replaced
 inline constexpr uint64_t kMaxTtlMs = uint64_t{10} * 365 * 86'400'000;
 
 enum class Kind : uint8_t { named = 0, sealed = 1 };

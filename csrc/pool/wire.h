@@ -68,6 +68,7 @@ class FieldWriter {
     if (value) (*this)(*value);
     return *this;
   }
+  void require(bool) {}
   std::string take() { return out_.take(); }
 
  private:

@@ -233,6 +233,13 @@ Status DataFile::sync() const {
   return {};
 }
 
+Status DataFile::write_back(uint64_t offset, uint64_t nbytes) const {
+  constexpr unsigned kAll = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  if (::sync_file_range(fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes), kAll) != 0)
+    return Status::from_errno("writing back " + path_, errno);
+  return {};
+}
+
 Result<bool> direct_io_works(const std::string& path) {
   struct statfs fs {};
   UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));

@@ -73,6 +73,7 @@ class DataFile {
   Status read(void* to, uint64_t nbytes, uint64_t offset) const;
   Status write(const void* from, uint64_t nbytes, uint64_t offset) const;
   Status sync() const;
+  Status write_back(uint64_t offset, uint64_t nbytes) const;  // what the page cache has of it; promises nothing more
 
  private:
   std::string path_;

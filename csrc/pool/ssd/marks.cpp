@@ -50,7 +50,6 @@ Result<std::unique_ptr<Marks>> Marks::open(const std::string& folder, const Id12
   std::unique_ptr<Marks> marks(new Marks(folder, store));
   TM_ASSIGN(marks->file_, DataFile::open(folder + "/marks", false));
   TM_TRY(marks->load());
-  TM_TRY(marks->rewrite());
   return marks;
 }
 
@@ -135,6 +134,11 @@ Status Marks::rewrite() {
 bool Marks::marked(const Spot& spot) const {
   const auto it = marks_.find(spot.segment);
   return it != marks_.end() && it->second.count(spot.block) != 0;
+}
+
+Status Marks::keep_only(const std::set<uint64_t>& segments) {
+  std::erase_if(marks_, [&](const auto& of) { return segments.count(of.first) == 0; });
+  return rewrite();
 }
 
 uint64_t Marks::size() const {

@@ -22,10 +22,11 @@ namespace torch_mooncake::pool::ssd {
 class Marks {
  public:
   static Result<std::unique_ptr<Marks>> create(const std::string& folder, const Id128& store);
-  static Result<std::unique_ptr<Marks>> open(const std::string& folder, const Id128& store);
+  static Result<std::unique_ptr<Marks>> open(const std::string& folder, const Id128& store);  // then keep_only()
   Status append(std::span<const Spot> spots);
   bool marked(const Spot& spot) const;
   void forget_segment(uint64_t segment) { marks_.erase(segment); }  // its file is gone, or will be before its number is
+  Status keep_only(const std::set<uint64_t>& segments);             // there are no others
   uint64_t size() const;
 
  private:

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <set>
 
 #include "common/clock.h"
 #include "common/crc32c.h"
@@ -198,6 +199,9 @@ Status take_over(const std::string& folder, Opened& o) {
     std::erase_if(found->records, [&](const Head& h) { return o.marks->marked(h.spot); });
     o.segments.push_back(std::move(found).value());
   }
+  std::set<uint64_t> there;
+  for (const FoundSegment& s : o.segments) there.insert(s.number);
+  TM_TRY(o.marks->keep_only(there));
   std::sort(o.segments.begin(), o.segments.end(),
             [](const FoundSegment& a, const FoundSegment& b) { return a.number < b.number; });
   return {};

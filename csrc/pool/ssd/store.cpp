@@ -13,7 +13,7 @@ namespace torch_mooncake::pool::ssd {
 namespace {
 
 constexpr uint64_t kReadingBytes = 64 << 20;
-constexpr int64_t kStalledNs = 1'000'000'000, kHangingNs = 10'000'000'000;
+constexpr int64_t kStalledNs = 1'000'000'000, kHangingNs = 10'000'000'000, kLostNs = 60'000'000'000;
 constexpr int kMarkAttempts = 3;
 
 // The record's bytes, of which the last block may be partly somebody else's.
@@ -143,10 +143,23 @@ void Store::submit(uint64_t id, const Spot& spot, Record record, std::vector<iov
     transfer(queue, std::move(file), true, spot.offset(), std::move(memory), std::move(both),
              [this, id, spot, op, crc, inbox, record = std::move(record), done = std::move(done)](const Status& s) {
                inbox->put([this, id, spot, op, crc, s, record, done] {
-                 end_op(op);
-                 written(id, spot, record, crc, s, done);
+                 written_back(spot, s, [this, id, spot, op, crc, record, done](const Status& whole) {
+                   end_op(op);
+                   written(id, spot, record, crc, whole, done);
+                 });
                });
              });
+  });
+}
+
+// Through the page cache a write is not over before the disk has it: else memory fills with what is to be written, and
+// the fsync that seals the segment takes longer than a healthy disk may be silent.
+void Store::written_back(const Spot& spot, const Status& status, Done done) {
+  const DataFilePtr file = segments_.at(spot.segment).file;
+  if (file->direct() || !status.is_ok()) return done(status);
+  worker_->run([spot, file, inbox = options_.inbox, done = std::move(done)] {
+    const Status s = file->write_back(spot.offset(), spot.nbytes());
+    inbox->put([done, s] { done(s); });
   });
 }
 
@@ -283,11 +296,13 @@ uint64_t Store::begin_op() {
   return next_op_;
 }
 
-bool Store::stalled() const { return !ops_.empty() && steady_ns() - ops_.begin()->second > kStalledNs; }
+bool Store::stalled() const { return !failed_ && !ops_.empty() && steady_ns() - ops_.begin()->second > kStalledNs; }
 
 void Store::tick(int64_t now_ns) {
   if (failed_) return;
-  if (!ops_.empty() && now_ns - ops_.begin()->second > kHangingNs)
+  // A long queue is no hanging disk, as long as it gets shorter; one request that never ends is.
+  const int64_t oldest_ns = ops_.empty() ? now_ns : ops_.begin()->second;
+  if (now_ns - std::max(oldest_ns, moved_on_ns_) > kHangingNs || now_ns - oldest_ns > kLostNs)
     return fail({Code::io, options_.path + " does not answer"});
   prepare();
 }

@@ -9,7 +9,8 @@
 //     segment is being reclaimed);
 //   * write() never waits: none is returned when the queue is full, the log has no room at this moment, or it is out of
 //     service;
-//   * a disk that fails again and again, or does not answer for 10 s, is taken out of service, once: out_of_service().
+//   * a disk that fails again and again, answers nothing for 10 s, or one request not in a minute, is taken out of
+//     service, once: out_of_service().
 //     From then on everything fails at once, and marks need not be written any more.
 //
 // Threads: the owner's alone; results come through its inbox. Disk work happens on the store's thread and the I/O
@@ -21,6 +22,7 @@
 #include <optional>
 
 #include "common/api.h"
+#include "common/clock.h"
 #include "pool/ssd/recovery.h"
 
 namespace torch_mooncake::pool::ssd {
@@ -76,7 +78,7 @@ class TM_API Store {
   bool fits(const Record& record) const { return blocks_of(record) * kBlock + 3 * kBlock <= segment_bytes_; }
   bool has_free_space() const { return !failed_ && segments_.size() + 1 < max_segments_; }  // displaces nothing
   bool full() const { return failed_ || writing_bytes_ >= options_.queue_bytes || stalled(); }
-  bool stalled() const;  // a request has been in the disk for a second
+  bool stalled() const;  // it serves, and a request has been in the disk for a second
   bool room_soon() const { return !failed_ && !stalled() && !spare_ && (preparing_ || reclaiming_); }
   // `data` are the record's bytes, stable until done: whole blocks in memory of that alignment if they are kSlabLimit
   // or more. `hold` keeps that memory.
@@ -111,6 +113,7 @@ class TM_API Store {
   std::optional<Spot> place(const Record& record);
   void submit(uint64_t id, const Spot& spot, Record record, std::vector<iovec> data, std::shared_ptr<void> hold,
               Done done);
+  void written_back(const Spot& spot, const Status& status, Done done);
   void written(uint64_t id, const Spot& spot, const Record& record, uint32_t data_crc, const Status& status,
                const Done& done);
   void pump_reads();
@@ -127,7 +130,10 @@ class TM_API Store {
   void error(const Status& status);
   void fail(const Status& why);
   uint64_t begin_op();
-  void end_op(uint64_t op) { ops_.erase(op); }
+  void end_op(uint64_t op) {
+    ops_.erase(op);
+    moved_on_ns_ = steady_ns();
+  }
   uint64_t next_number() { return opens_ << 32 | ++made_; }
 
   const StoreOptions options_;
@@ -154,6 +160,7 @@ class TM_API Store {
   std::deque<Pending> waiting_reads_;
   std::vector<std::pair<std::vector<Spot>, Done>> waiting_marks_, running_marks_;
   std::map<uint64_t, int64_t> ops_;  // since when: in the disk
+  int64_t moved_on_ns_ = 0;          // when one was over last
   uint64_t next_op_ = 0, made_ = 0;
   uint64_t errors_ = 0, corrupt_ = 0, moved_ = 0, reclaimed_ = 0;
   uint32_t in_a_row_ = 0;

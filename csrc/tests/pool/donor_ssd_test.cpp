@@ -6,32 +6,15 @@
 #include <set>
 
 #include "common/clock.h"
-#include "common/failpoint.h"
-#include "common/log.h"
+#include "pool/disk.h"
 #include "pool/donor_fixture.h"
 #include "pool/pin_slots.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::pool;
+using namespace torch_mooncake::pool::test;
 
 namespace {
-
-struct Quiet {
-  Quiet() { log::set_level(log::Level::off); }
-  ~Quiet() {
-    log::set_level(log::Level::warning);
-    set_failpoints("");
-  }
-};
-
-struct Disk {
-  Disk() {
-    char name[] = "/var/tmp/tmssdXXXXXX";
-    path = ::mkdtemp(name);
-  }
-  ~Disk() { std::filesystem::remove_all(path); }
-  std::string path;
-};
 
 // What the service does with a donor, and what the home is told.
 struct Node {
@@ -235,8 +218,9 @@ TEST_CASE("superseded while it is being written or read") {
   for (int i = 0; i < 16; ++i) node.put(name(i), MiB);
   // Writes are under way now, ahead of need.
   auto all = node.announced();
-  for (auto& [key, a] : all) node.donor->remove(a.extent, [](const Status&) {});
-  node.settle();
+  size_t left = all.size();
+  for (auto& [key, a] : all) node.donor->remove(a.extent, [&](const Status&) { --left; });
+  node.until([&] { return left == 0 && node.donor->stats().used_bytes == 0; });
   check(*node.donor);
   CHECK(node.donor->stats().used_bytes == 0);
   node.restart();
@@ -249,7 +233,7 @@ TEST_CASE("superseded while it is being written or read") {
   node.remove(refs[0]);
   node.until([&] { return got.has_value(); });
   CHECK(got->code() == Code::key_not_found);
-  node.settle();
+  node.until([&] { return node.announced().count("k0") == 0; });
   check(*node.donor);
   node.restart();
   CHECK(node.announced().count("k0") == 0);
@@ -312,9 +296,8 @@ TEST_CASE("a scan does not flush the disk: once it is full, what was used once i
     node.donor->touch(ref);
     node.donor->touch(ref);
   }
-  node.settle();
+  node.until([&] { return node.donor->stats().ssd.reclaimed > 0; });
   CHECK(node.donor->stats().ssd.used_bytes <= 64 * MiB);
-  CHECK(node.donor->stats().ssd.reclaimed > 0);
   check(*node.donor);
 }
 
@@ -344,7 +327,7 @@ TEST_CASE("a disk that cannot be read or written costs what is on it") {
   CHECK(node.donor->stats().ssd.errors == 1);
   set_failpoints("ssd.record.write=error,ssd.mark=error");
   for (int i = 100; i < 140; ++i) node.put(name(i), MiB);
-  node.settle();
+  node.until([&] { return node.donor->stats().ssd.out_of_service == 1; });
   set_failpoints("");
   CHECK(node.donor->stats().ssd.out_of_service == 1);
   CHECK(node.donor->stats().ssd.records == 0);
@@ -399,6 +382,40 @@ TEST_CASE("a pin on what is on the SSD brings it back and keeps it") {
   for (int i = 80; i < 120; ++i) node.put(name(i), MiB);
   CHECK(node.donor->only_on_ssd(refs[0]));
   check(*node.donor);
+}
+
+TEST_CASE("pins bring back a quarter of the memory at once, and the rest is refused") {
+  Node node;
+  std::vector<ExtentRef> refs;
+  for (int i = 0; i < 40; ++i) refs.push_back(node.put(name(i), MiB));
+  for (int i = 0; i < 8; ++i) {
+    REQUIRE(node.donor->only_on_ssd(refs[i]));
+    CHECK(node.donor->hint_pin(refs[i], steady_ns() + 60'000'000'000, 5) == (i < 4));
+    CHECK(node.donor->hint_pin(refs[0], steady_ns() + 60'000'000'000, 6));  // is on its way
+  }
+  check(*node.donor);
+  node.until([&] { return node.donor->describe(refs[3]).is_ok() && node.donor->describe(refs[0]).is_ok(); });
+  CHECK(node.donor->hint_pin(refs[4], steady_ns() + 60'000'000'000, 5));
+  node.until([&] { return node.donor->describe(refs[4]).is_ok(); });
+  node.donor->end_session(5);
+  node.donor->end_session(6);
+  check(*node.donor);
+}
+
+TEST_CASE("an extent that was pinned and removed leaves nothing to the next of its number") {
+  Node node;
+  std::vector<ExtentRef> refs;
+  for (int i = 0; i < 12; ++i) refs.push_back(node.put(name(i), MiB));
+  for (const ExtentRef& ref : refs) REQUIRE(node.donor->hint_pin(ref, steady_ns() + 60'000'000'000, 5));
+  for (int i = 12; i < 24; ++i) node.put(name(i), MiB);  // eviction comes by
+  for (const ExtentRef& ref : refs) node.donor->remove(ref, [](const Status&) {});
+  std::set<uint32_t> again;
+  for (int i = 24; i < 80; ++i) {
+    again.insert(node.put(name(i), MiB).index);
+    node.donor->sweep(steady_ns());
+    check(*node.donor);
+  }
+  CHECK(std::any_of(refs.begin(), refs.end(), [&](const ExtentRef& ref) { return again.count(ref.index) != 0; }));
 }
 
 TEST_CASE("random verbs and restarts: nothing foreign, nothing removed, all that was not said to be gone") {

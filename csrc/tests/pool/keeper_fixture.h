@@ -67,10 +67,16 @@ inline std::string proc_file(pid_t pid, const std::string& name) {
   return text;
 }
 
-inline bool alive(pid_t pid) {  // a zombie is not
+// As in /proc/PID/stat: R, S, T (stopped: not yet when kill() returns), Z…; 0: there is none.
+inline char state_of(pid_t pid) {
   const std::string text = proc_file(pid, "stat");
   const size_t end = text.rfind(')');
-  return end != std::string::npos && text.size() > end + 2 && text[end + 2] != 'Z';
+  return end != std::string::npos && text.size() > end + 2 ? text[end + 2] : 0;
+}
+
+inline bool alive(pid_t pid) {  // a zombie is not
+  const char state = state_of(pid);
+  return state != 0 && state != 'Z';
 }
 
 // The first child of a process, 0 if it has none.

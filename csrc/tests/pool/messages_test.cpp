@@ -35,7 +35,7 @@ LookupAnswer sample_lookup() {
   e.places.resize(2);
   e.places[1].part = 1;
   e.places[1].at = {{7}, {8, 9}};
-  e.places[1].description = Description{10, "meta", "label", 11u, {{0, 4096, 10}}, {}};
+  e.places[1].description = Description{10, "meta", "label", 11u, {{0, 4096, 10}}, {}, {}};
   return a;
 }
 View sample_view() {
@@ -165,6 +165,22 @@ TEST_CASE("limits") {
   DescribeAnswer many;
   many.descriptions = {d};
   CHECK_FALSE(decode<DescribeAnswer>(encode(many)).is_ok());
+  // Numbers of parts make vectors.
+  LookupAnswer found = sample_lookup();
+  for (uint32_t parts : {0u, static_cast<uint32_t>(kMaxParts) + 1, UINT32_MAX}) {
+    found.entries[1].parts = parts;
+    CHECK_FALSE(decode<LookupAnswer>(encode(found)).is_ok());
+  }
+  Announced one;
+  one.key = "k";
+  for (const auto& [part, parts] : {std::pair{0u, 0u}, {1u, 1u}, {0u, UINT32_MAX}}) {
+    one.part = part;
+    one.parts = parts;
+    CHECK_FALSE(decode<AnnounceRequest>(encode(AnnounceRequest{1, {1}, {one}, true, true})).is_ok());
+  }
+  one.part = 2;
+  one.parts = 3;
+  CHECK(decode<AnnounceRequest>(encode(AnnounceRequest{1, {1}, {one}, true, true})).is_ok());
   std::string old = encode(sample_view());
   old[0] = 1;
   CHECK(decode<View>(old).status().code() == Code::version_mismatch);

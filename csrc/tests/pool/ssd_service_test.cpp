@@ -1,6 +1,5 @@
 // Nodes with SSDs, in processes of their own: read from another host, and what becomes of an expelled one's disk.
-#include <filesystem>
-
+#include "pool/disk.h"
 #include "pool/node_fixture.h"
 
 using namespace torch_mooncake;
@@ -10,15 +9,6 @@ using namespace torch_mooncake::pool::test;
 namespace {
 
 constexpr size_t kBytes = 1 << 20;
-
-struct Disk {
-  Disk() {
-    char name[] = "/var/tmp/tmssdXXXXXX";
-    path = ::mkdtemp(name);
-  }
-  ~Disk() { std::filesystem::remove_all(path); }
-  std::string path;
-};
 
 std::string key_of(int i) { return "key" + std::to_string(i); }
 
@@ -102,6 +92,7 @@ TEST_CASE("killed at each step on the way to the disk and back: the next worker 
     Disk disk;
     Node node(16 << 20, "host-a", "", point, disk.path + "/n");
     auto client = connect(node);
+    const pid_t first = node.worker();
     for (int i = 0; i < 48; ++i) put_sealed(*client, key_of(i), pattern(i, kBytes));
     for (int i = 0; i < 48; i += 8) REQUIRE(client->remove(key_of(i), Deadline::after_ms(20'000)).is_ok());
     int lost = 0;
@@ -116,6 +107,7 @@ TEST_CASE("killed at each step on the way to the disk and back: the next worker 
         ++lost;
       }
     }
-    CHECK(lost <= 8);  // what was being written when it was killed, at most
+    CHECK(node.worker() != first);  // it was
+    CHECK(lost <= 8);               // what was being written when it was killed, at most
   }
 }

@@ -10,26 +10,21 @@
 #include <random>
 #include <set>
 
-#include "common/failpoint.h"
-#include "common/log.h"
 #include "common/random.h"
+#include "pool/disk.h"
 #include "pool/ssd/store.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::pool;
 using namespace torch_mooncake::pool::ssd;
+using namespace torch_mooncake::pool::test;
 namespace fs = std::filesystem;
 
 namespace {
 
 constexpr uint64_t MiB = 1 << 20;
 
-struct Folder {
-  Folder() {
-    char name[] = "/var/tmp/tmssdXXXXXX";
-    path = ::mkdtemp(name);
-  }
-  ~Folder() { fs::remove_all(path); }
+struct Folder : Disk {
   std::string store() const { return path + "/ssd"; }
   std::vector<std::string> segments() const {
     std::vector<std::string> out;
@@ -38,7 +33,6 @@ struct Folder {
     std::sort(out.begin(), out.end());
     return out;
   }
-  std::string path;
 };
 
 std::string value_of(uint64_t id, uint64_t nbytes) {
@@ -170,14 +164,6 @@ void flip(const std::string& path, uint64_t offset) {
   ::close(fd);
 }
 
-struct Quiet {
-  Quiet() { log::set_level(log::Level::off); }
-  ~Quiet() {
-    log::set_level(log::Level::warning);
-    set_failpoints("");
-  }
-};
-
 }  // namespace
 
 TEST_CASE("what is written is read: all sizes, in this process and the next") {
@@ -208,6 +194,25 @@ TEST_CASE("what is marked never comes back; marks outlive the rewriting of their
     Log log(folder);
     CHECK(log.at.size() == 100);
     CHECK(log.at.begin()->first == 301);
+  }
+}
+
+TEST_CASE("marks of segments that are no more are forgotten") {
+  Folder folder;
+  const Id128 id{7};
+  {
+    auto marks = ssd::Marks::create(folder.path, id);
+    REQUIRE(marks.is_ok());
+    const ssd::Spot spots[] = {{1, 5, 1}, {1, 6, 1}, {2, 5, 1}};
+    REQUIRE((*marks)->append(spots).is_ok());
+  }
+  for (uint64_t expected : {3, 1}) {
+    auto marks = ssd::Marks::open(folder.path, id);
+    REQUIRE(marks.is_ok());
+    CHECK((*marks)->size() == expected);
+    REQUIRE((*marks)->keep_only({2, 3}).is_ok());
+    CHECK((*marks)->marked({2, 5, 1}));
+    CHECK_FALSE((*marks)->marked({1, 5, 1}));
   }
 }
 
@@ -312,21 +317,28 @@ TEST_CASE("killed at every step: what was acknowledged before holds") {
         set_failpoints(std::string(point) + "=kill@" + std::to_string(at));
         for (uint64_t id = 1; id <= 100; ++id) {
           log.put_all(id, 180 << 10);
-          if (id % 3 == 0 && log.at.count(id - 1) && log.mark(id - 1).is_ok()) {
-            const uint64_t told = id - 1;
-            if (::write(pipe[1], &told, sizeof told) < 0) ::_exit(1);
-          }
+          const auto tell = [&](int64_t what) {
+            if (::write(pipe[1], &what, sizeof what) < 0) ::_exit(1);
+          };
+          tell(static_cast<int64_t>(id));
+          if (id % 3 == 0 && log.at.count(id - 1) && log.mark(id - 1).is_ok()) tell(-static_cast<int64_t>(id - 1));
         }
         ::_exit(0);
       }
       ::close(pipe[1]);
-      std::set<uint64_t> marked;
-      for (uint64_t id; ::read(pipe[0], &id, sizeof id) == sizeof id;) marked.insert(id);
+      std::set<uint64_t> written, marked;
+      for (int64_t told; ::read(pipe[0], &told, sizeof told) == sizeof told;)
+        told > 0 ? written.insert(static_cast<uint64_t>(told)) : marked.insert(static_cast<uint64_t>(-told));
       ::close(pipe[0]);
       int status = 0;
       ::waitpid(pid, &status, 0);
+      CHECK(WIFSIGNALED(status));  // every one of these steps was taken so often
       Log log(folder, 12 * MiB, MiB);
       for (uint64_t id : marked) CHECK(log.at.count(id) == 0);
+      // What was written is there, but for the oldest, whose segments were needed, and what was about to be marked.
+      const uint64_t newest = written.empty() ? 0 : *written.rbegin();
+      for (uint64_t id : written)
+        if (id + 30 > newest && !marked.count(id) && id + 1 < newest) CHECK_MESSAGE((log.at.count(id) && log.get(id).is_ok()), id);
       for (const auto& [id, spot] : std::map(log.at)) {
         const Status s = log.get(id);
         CHECK_MESSAGE((s.is_ok() || s.code() == Code::corrupt), s.to_string());  // corrupt: it was being written

@@ -41,6 +41,7 @@ struct OutFrame {
   std::vector<UniqueFd> fds;
   std::vector<iovec> payload;
   std::function<void(const Status&)> sent;
+  std::function<void()> taken;
   std::shared_ptr<void> keep;
   bool is_background = false;
   uint64_t total = 0;  // header, body and payload
@@ -48,6 +49,7 @@ struct OutFrame {
   size_t payload_at = 0;                   // first payload piece not wholly sent,
   uint64_t payload_begin = 0;              // and the payload bytes before it
   std::optional<uint32_t> last_zero_copy;  // the last send that the kernel reads without a copy
+  bool must_copy = false;                  // some of its memory cannot be read that way
 };
 
 class LaneImpl final : public Lane, public EventTarget, public std::enable_shared_from_this<LaneImpl> {
@@ -97,6 +99,7 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   static constexpr int kAgeing = 8;
   void finish_frame(std::unique_ptr<OutFrame> frame, const Status& status);
   ssize_t send_some(OutFrame& frame, bool& zero_copied);
+  void tell_taken(std::function<void()> taken);
   void finish_copied();   // frames that the kernel has done with
   bool memory_is_ours();  // of a dying lane: the kernel reads no frame's memory any more
 

@@ -127,7 +127,12 @@ void LaneImpl::on_events(uint32_t events) {
     }
     if (drain_now) drain(4 << 20);
   }
-  if (events & EPOLLERR) finish_copied();
+  if (events & EPOLLERR) {
+    finish_copied();
+    // That told of frames, not of an end: it must not be the only event of a lane whose caller receives for itself.
+    std::lock_guard lock(mutex_);
+    if (polled_ && !(events & EPOLLHUP) && fd_.valid()) reactor_->rearm(token_, fd_.get(), interest());
+  }
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) take_role_and_receive();
 }
 

@@ -42,6 +42,7 @@ Status LaneImpl::send_bulk(BulkFrame bulk) {
   frame->body = share(std::move(bulk.body));
   frame->payload = std::move(bulk.payload);
   frame->sent = std::move(bulk.sent);
+  frame->taken = std::move(bulk.taken);
   frame->keep = std::move(bulk.keep);
   frame->is_background = bulk.priority == Priority::background;
   frame->total = kHeaderBytes + frame->body->size() + header.payload_bytes;
@@ -140,17 +141,19 @@ void LaneImpl::drain(int64_t budget) {
     bool all = current_->done == current_->total;
     if (!all && !zero_copied) continue;
     std::unique_ptr<OutFrame> finished;
+    std::function<void()> taken;
     {
       std::lock_guard lock(mutex_);
       if (zero_copied) current_->last_zero_copy = zero_copy_.sent();
       if (!all) continue;
       finished = std::move(current_);
       if (finished->last_zero_copy && !zero_copy_.is_over(*finished->last_zero_copy)) {
+        taken = std::move(finished->taken);
         lingering_.push_back(std::move(finished));
-        continue;
       }
     }
-    finish_frame(std::move(finished), Status::ok());
+    if (finished) finish_frame(std::move(finished), Status::ok());
+    if (taken) tell_taken(std::move(taken));
   }
 }
 
@@ -168,6 +171,11 @@ void LaneImpl::finish_frame(std::unique_ptr<OutFrame> frame, const Status& statu
     shared->keep = nullptr;
   };
   if (!reactor_->post(tell)) tell();
+}
+
+void LaneImpl::tell_taken(std::function<void()> taken) {
+  if (reactor_->in_thread()) return taken();
+  (void)reactor_->post(std::move(taken));  // without reactors nobody sends any more
 }
 
 void LaneImpl::finish_copied() {
@@ -239,9 +247,12 @@ ssize_t LaneImpl::send_some(OutFrame& frame, bool& zero_copied) {
     }
   }
   constexpr int kFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
-  zero_copied = zero_copy_.wants(offered, count - before);
+  zero_copied = !frame.must_copy && zero_copy_.wants(offered, count - before);
   ssize_t n = ::sendmsg(fd_.get(), &message, zero_copied ? kFlags | MSG_ZEROCOPY : kFlags);
-  if (n < 0 && zero_copied && errno == ENOBUFS) {  // too many under way, or RLIMIT_MEMLOCK
+  if (n < 0 && zero_copied && (errno == EFAULT || errno == ENOBUFS || errno == ENOMEM)) {
+    // Too many under way, or RLIMIT_MEMLOCK; or memory whose pages cannot be pinned (a device's), for which the next
+    // send would fail as well.
+    frame.must_copy = errno != ENOBUFS;
     zero_copied = false;
     n = ::sendmsg(fd_.get(), &message, kFlags);
   }

@@ -100,11 +100,15 @@ class TM_API BulkHandler {
 enum class Priority : uint8_t { foreground = 0, background = 1 };
 
 // One outgoing bulk frame. `payload` must stay valid until `sent` is called (always, once: ok when the kernel has the
-// last byte, else why not; the lane then touches the payload no more). `keep` is dropped after that.
+// last byte and reads it no more, else why not; the lane then touches the payload no more). `keep` is dropped after
+// that.
 struct BulkFrame {
   std::string body;
   std::vector<iovec> payload;
   std::function<void(const Status&)> sent;
+  // The kernel has the last byte, but reads it from `payload` until `sent` comes, a round trip later perhaps: it is
+  // time for the next frame. Not called where `sent` comes at once, or where the lane dies first.
+  std::function<void()> taken{};
   std::shared_ptr<void> keep;
   Priority priority = Priority::foreground;
 };
@@ -173,12 +177,15 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   // The peer's pid in our pid namespace by SO_PEERCRED, 0 if not same_host().
   virtual int peer_pid() const = 0;
   // A pidfd of the peer's process, which tells its death, also when it lives in another pid namespace (Linux 6.5). Of a
-  // listener that was handed over (listen_fd) it may be the process that made it. Invalid if not same_host().
-  virtual UniqueFd peer_process() const = 0;
+  // listener that was handed over (listen_fd) it may be the process that made it.
+  // One for all who ask. Null if not same_host(), or if the kernel gives none.
+  virtual std::shared_ptr<const UniqueFd> peer_process() const = 0;
 
   // Control messages. At most 16 MiB of body. `call` answers by `done` (I/O thread), also with deadline_exceeded.
-  virtual void call(uint16_t method, std::string body, Deadline deadline, CallDone done,
-                    std::vector<UniqueFd> fds = {}) = 0;
+  // `awaited`: somebody waits for it by receive_until(), and may well have another request then; the peer looks out for
+  // that one for a while.
+  virtual void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds = {},
+                    bool awaited = false) = 0;
   // The same, waiting on this thread: spins at most 50 µs, then sleeps. Not from an I/O thread.
   virtual Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline,
                                     std::vector<UniqueFd> fds = {}) = 0;

@@ -91,8 +91,8 @@ Status SessionImpl::check_message(size_t body_bytes, const std::vector<UniqueFd>
   return {};
 }
 
-Status SessionImpl::begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, CallDone& done,
-                               uint64_t& id) {
+Status SessionImpl::begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, bool awaited,
+                               CallDone& done, uint64_t& id) {
   TM_TRY(check_message(body.size(), fds));
   {
     std::lock_guard lock(mutex_);
@@ -101,7 +101,7 @@ Status SessionImpl::begin_call(uint16_t method, std::string body, std::vector<Un
     calls_.emplace(id, Pending{std::move(done), 0});
   }
   auto lane = control();
-  auto type = lane && lane->callers_spin() ? FrameType::hot_call : FrameType::call;
+  auto type = awaited && lane && lane->callers_spin() ? FrameType::hot_call : FrameType::call;
   auto header = header_of(type, method, id, body.size(), fds.size());
   Status sent = send_message(header, std::move(body), std::move(fds));
   if (sent) return sent;
@@ -128,7 +128,8 @@ void SessionImpl::complete(uint64_t id, Result<Message> result) {
   pending->done(std::move(result));
 }
 
-void SessionImpl::call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds) {
+void SessionImpl::call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds,
+                       bool awaited) {
   if (core_->forked()) return done(Status(Code::forked, "this session belongs to the parent process"));
   auto fail = [&](Status status) {
     auto shared = std::make_shared<CallDone>(std::move(done));
@@ -137,7 +138,7 @@ void SessionImpl::call(uint16_t method, std::string body, Deadline deadline, Cal
   };
   if (deadline.expired()) return fail({Code::deadline_exceeded, "the deadline had passed before the call"});
   uint64_t id = 0;
-  Status begun = begin_call(method, std::move(body), std::move(fds), done, id);
+  Status begun = begin_call(method, std::move(body), std::move(fds), awaited, done, id);
   if (!begun) return fail(begun);
   if (deadline.is_never()) return;
   auto self = std::static_pointer_cast<SessionImpl>(shared_from_this());
@@ -168,7 +169,7 @@ Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadli
   auto waiter = std::make_shared<Waiter>();
   CallDone done = [waiter](Result<Message> result) { waiter->set(std::move(result)); };
   uint64_t id = 0;
-  TM_TRY(begin_call(method, std::move(body), std::move(fds), done, id));
+  TM_TRY(begin_call(method, std::move(body), std::move(fds), true, done, id));
   int64_t spin_until_ns = steady_ns() + kSpinNs;
   bool answered = receive_until([&] { return waiter->is_ready(); }, deadline, spin_until_ns);
   if (!answered && !waiter->wait(deadline, spin_until_ns)) {

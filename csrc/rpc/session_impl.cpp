@@ -38,10 +38,10 @@ int SessionImpl::peer_pid() const {
   return has_unix_lane_ && setup_.peer.host_id == self_.host_id ? peer_pid_ : 0;
 }
 
-UniqueFd SessionImpl::peer_process() const {
-  if (!same_host()) return {};
+std::shared_ptr<const UniqueFd> SessionImpl::peer_process() const {
+  if (!same_host()) return nullptr;
   std::lock_guard lock(mutex_);
-  return UniqueFd(peer_process_.valid() ? ::fcntl(peer_process_.get(), F_DUPFD_CLOEXEC, 0) : -1);
+  return peer_process_;
 }
 
 bool SessionImpl::over_unix() const {
@@ -77,7 +77,9 @@ Result<std::shared_ptr<LaneImpl>> SessionImpl::add_lane(UniqueFd fd, uint32_t in
   if (lane->is_unix()) {
     has_unix_lane_ = true;
     peer_pid_ = peer_pid;
-    if (!peer_process_.valid()) peer_process_ = open_peer_process(socket, peer_pid);
+    if (!peer_process_)
+      if (auto process = open_peer_process(socket, peer_pid); process.valid())
+        peer_process_ = std::make_shared<const UniqueFd>(std::move(process));
   }
   return lane;
 }

@@ -48,8 +48,9 @@ class SessionImpl final : public Session {
   Status status() const override;
   bool same_host() const override;
   int peer_pid() const override;
-  UniqueFd peer_process() const override;
-  void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds) override;
+  std::shared_ptr<const UniqueFd> peer_process() const override;
+  void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds,
+            bool awaited) override;
   Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds) override;
   Status post(uint16_t method, std::string body) override;
   bool receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) override;
@@ -70,7 +71,8 @@ class SessionImpl final : public Session {
     uint64_t timer = 0;
   };
   // Registers and sends; on failure the call is not pending and `done` is given back.
-  Status begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, CallDone& done, uint64_t& id);
+  Status begin_call(uint16_t method, std::string body, std::vector<UniqueFd> fds, bool awaited, CallDone& done,
+                    uint64_t& id);
   std::optional<Pending> take_call(uint64_t id);
   void complete(uint64_t id, Result<Message> result);
   Status check_message(size_t body_bytes, const std::vector<UniqueFd>& fds) const;
@@ -108,7 +110,7 @@ class SessionImpl final : public Session {
   uint32_t next_lane_ = 2;  // 0 and 1 belong to the connect
   bool has_unix_lane_ = false;
   int peer_pid_ = 0;
-  UniqueFd peer_process_;
+  std::shared_ptr<const UniqueFd> peer_process_;
   uint64_t next_call_ = 1;
   std::map<uint64_t, Pending> calls_;
   std::vector<std::function<void(const Status&)>> close_callbacks_;

@@ -14,7 +14,7 @@ RegionImplPtr GrantTable::find(uint32_t grant) const {
   return it == grants_.end() ? nullptr : it->second.region;
 }
 
-bool GrantTable::mark_mapped(uint32_t grant, UniqueFd process) {
+bool GrantTable::mark_mapped(uint32_t grant, std::shared_ptr<const UniqueFd> process) {
   std::lock_guard lock(mutex_);
   auto it = grants_.find(grant);
   if (it == grants_.end()) return false;

@@ -35,7 +35,8 @@ class PeerImpl;
 // A mapped grant that outlived its session (held_grants.h).
 struct HeldGrant {
   RegionImplPtr region;
-  UniqueFd process;  // pidfd; invalid if the kernel gives none (another pid namespace before Linux 6.5)
+  // pidfd, shared by all grants of a session; null if the kernel gives none (another pid namespace before Linux 6.5)
+  std::shared_ptr<const UniqueFd> process;
   std::shared_ptr<PeerImpl> peer{};
 };
 
@@ -51,7 +52,7 @@ class GrantTable {
   // The region of a grant; null if there is no such grant.
   RegionImplPtr find(uint32_t grant) const;
   // The peer is about to map the region's segment. False if the region is being deregistered, or there is no grant.
-  bool mark_mapped(uint32_t grant, UniqueFd process);
+  bool mark_mapped(uint32_t grant, std::shared_ptr<const UniqueFd> process);
   // It has not mapped it after all; the grant stays.
   void unmark_mapped(uint32_t grant);
   // The peer dropped the grant, or answered a revoke: nothing of it is touched any more.
@@ -74,7 +75,7 @@ class GrantTable {
   struct Grant {
     RegionImplPtr region;
     bool mapped = false;
-    UniqueFd process;
+    std::shared_ptr<const UniqueFd> process;
   };
   const std::string& user_;
   mutable std::mutex mutex_;

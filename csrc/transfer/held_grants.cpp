@@ -49,8 +49,8 @@ void HeldGrants::check() {
   std::vector<HeldGrant> dead;
   {
     std::lock_guard lock(mutex_);
-    dead = take_if(held_, [](auto& grant) { return grant.process.valid() && process_is_dead(grant.process.get()); });
-    bool watchable = std::any_of(held_.begin(), held_.end(), [](auto& grant) { return grant.process.valid(); });
+    dead = take_if(held_, [](auto& grant) { return grant.process && process_is_dead(grant.process->get()); });
+    bool watchable = std::any_of(held_.begin(), held_.end(), [](auto& grant) { return grant.process != nullptr; });
     if (watchable && !watching_ && engine_.usable()) {
       watching_ = true;
       engine_.rpc().add_timer(Deadline::after_ms(50), [this] {

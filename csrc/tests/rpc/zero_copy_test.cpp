@@ -1,5 +1,8 @@
 // MSG_ZEROCOPY, forced on over loopback: the data is right, `sent` waits until the kernel has done with the memory, and
 // the kernel's report that it copied turns it off for the lane.
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
 #include <algorithm>
 
 #include "common/failpoint.h"
@@ -72,12 +75,13 @@ EndpointOptions far(const char* name) {
 }
 
 struct Sent {
-  std::atomic<int> ok{0}, failed{0};
+  std::atomic<int> ok{0}, failed{0}, taken{0};
   BulkFrame frame(const std::string& bytes) {
     BulkFrame frame;
     frame.body = "frame";
     frame.payload = {{const_cast<char*>(bytes.data()), bytes.size()}};
     frame.sent = [this](const Status& status) { ++(status ? ok : failed); };
+    frame.taken = [this] { ++taken; };
     return frame;
   }
 };
@@ -132,6 +136,7 @@ TEST_CASE("zero copy: a frame the kernel still reads is not sent; when its lane 
     std::string bytes = random_frame();
     REQUIRE(lane->send_bulk(sent.frame(bytes)).is_ok());
     REQUIRE(eventually([&] { return lane->queued_bytes() == 0; }));
+    CHECK(eventually([&] { return sent.taken == 1; }));  // the lane wants the next one, a round trip earlier
     ::usleep(100'000);
     CHECK(sent.ok + sent.failed == 0);
     if (dies)
@@ -146,4 +151,59 @@ TEST_CASE("zero copy: a frame the kernel still reads is not sent; when its lane 
     client->close();
     CHECK(sent.ok + sent.failed == 1);
   }
+}
+
+// Memory that is copied from like any other, and whose pages nobody can pin: as that of devices is.
+TEST_CASE("zero copy: memory that cannot be pinned is sent by copy, over the same lane") {
+  int fd = static_cast<int>(::syscall(SYS_memfd_secret, 0));
+  if (fd < 0 || ::ftruncate(fd, kFrameBytes) != 0) {
+    MESSAGE("this kernel has no memfd_secret");
+    return;
+  }
+  void* at = ::mmap(nullptr, kFrameBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  ::close(fd);
+  REQUIRE(at != MAP_FAILED);
+  std::string bytes = random_frame();
+  std::memcpy(at, bytes.data(), kFrameBytes);
+  Forced forced;
+  Taker taker;
+  auto server = make_endpoint(named("server"), {}, &taker), client = make_endpoint(far("client"));
+  auto session = connect_far(*client, server->listen("tcp://127.0.0.1:0").value());
+  auto lane = session->lanes()[0];
+  Sent sent;
+  auto frame = sent.frame(bytes);
+  frame.payload = {{at, kFrameBytes}};
+  REQUIRE(lane->send_bulk(std::move(frame)).is_ok());
+  CHECK(eventually([&] { return sent.ok == 1 && taker.taken().size() == 1; }));
+  CHECK(taker.taken() == std::vector{bytes});
+  CHECK(sent.failed == 0);
+  CHECK(lane->alive());
+  ::munmap(at, kFrameBytes);
+}
+
+TEST_CASE("zero copy: while a caller receives for itself, the kernel's reports do not hold up what waits for room") {
+  Forced forced;
+  PeerProcess peer("zero copy peer");
+  auto options = far("client");
+  options.heartbeat_ms = 0;
+  auto client = make_endpoint(options);
+  auto session = connect_far(*client, peer.address());
+  auto lane = session->lanes()[0];
+  Sent sent;
+  std::string bytes(64 << 20, 'z');
+  std::atomic<bool> inside{false};
+  bool all_went = false;
+  std::thread caller([&] {
+    (void)session->receive_until(
+        [&] {
+          inside = true;
+          return all_went = sent.ok == 1;
+        },
+        soon(), steady_ns() + 8'000'000'000);
+  });
+  CHECK(eventually([&] { return inside.load(); }));
+  REQUIRE(lane->send_bulk(sent.frame(bytes)).is_ok());
+  caller.join();
+  CHECK(all_went);
+  CHECK(sent.failed == 0);
 }

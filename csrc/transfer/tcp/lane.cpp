@@ -164,6 +164,7 @@ bool LaneScheduler::send_next(const std::vector<LanePtr>& lanes) {
     attempt = state.attempt++;
     ++stream->in_flight_;
     ++states_[lane->index()].frames;
+    state.counts = true;
     make_ready(stream);
   }
   if (attempt > 0) peer_.engine().metrics().resent(1);
@@ -180,6 +181,13 @@ bool LaneScheduler::send_next(const std::vector<LanePtr>& lanes) {
     sent(stream, chunk, lane, payload, status);
     pump();
   };
+  frame.taken = [this, peer = peer_.shared_from_this(), stream, chunk, attempt, lane] {
+    {
+      std::lock_guard lock(mutex_);
+      if (stream->chunks_[chunk].attempt == attempt + 1) taken(*stream, chunk, *lane);  // not sent again since
+    }
+    pump();
+  };
   if (Status status = lane->send_bulk(std::move(frame)); !status) {
     // It is being shut down, perhaps by this very thread, later: lane_closed() will come and pump again.
     {
@@ -191,12 +199,16 @@ bool LaneScheduler::send_next(const std::vector<LanePtr>& lanes) {
   return true;
 }
 
+void LaneScheduler::taken(Outgoing& stream, uint32_t chunk, const rpc::Lane& lane) {
+  if (std::exchange(stream.chunks_[chunk].counts, false)) --states_[lane.index()].frames;
+}
+
 void LaneScheduler::sent(const OutgoingPtr& stream, uint32_t chunk, const LanePtr& lane, uint64_t payload,
                          const Status& status) {
   stream->ungather(chunk);
   {
     std::lock_guard lock(mutex_);
-    --states_[lane->index()].frames;
+    taken(*stream, chunk, *lane);
     --stream->in_flight_;
     auto& state = stream->chunks_[chunk];
     if (status && lane->alive()) {

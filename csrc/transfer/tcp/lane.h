@@ -67,6 +67,7 @@ class LaneScheduler {
   LanePtr pick(const std::vector<LanePtr>& lanes);
   LaneState& observe(const rpc::Lane& lane);
   OutgoingPtr take_ready();
+  void taken(Outgoing& stream, uint32_t chunk, const rpc::Lane& lane);  // with the mutex: the kernel has the frame
   void sent(const OutgoingPtr& stream, uint32_t chunk, const LanePtr& lane, uint64_t payload, const Status& status);
   void make_ready(const OutgoingPtr& stream);
   void watch();

@@ -31,6 +31,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   struct ChunkState {
     enum { waiting, in_flight, sent } state = waiting;
     uint32_t lane = 0, attempt = 0;
+    bool counts = false;  // among the frames that its lane has not given to the kernel yet
   };
   bool has_work() const { return !stopped_ && (next_ < chunks_.size() || !again_.empty()); }
   uint32_t take() {

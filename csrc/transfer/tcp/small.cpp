@@ -43,24 +43,28 @@ void SmallPart::write() {
     for (size_t i = 0; i < plan_.pieces.size(); ++i) body += view(plan_.local[i], plan_.pieces[i].nbytes);
   }
   op_->peer().engine().metrics().bytes(carrier(op_->peer()), plan_.nbytes, 0);
-  op_->peer().session()->call(kSmallWrite, std::move(body), Deadline::never(),
-                              [self = shared_from_this()](Result<rpc::Message> answer) {
-                                auto& op = *self->op_;
-                                if (answer) op.add_bytes_done(self->plan_.nbytes);
-                                // Whatever the answer says, nothing lands after it; without one nobody knows.
-                                if (answer || op.peer().alive()) op.quiescent(*self);
-                                self->end(answer.status());
-                              });
+  op_->peer().session()->call(
+      kSmallWrite, std::move(body), Deadline::never(),
+      [self = shared_from_this()](Result<rpc::Message> answer) {
+        auto& op = *self->op_;
+        if (answer) op.add_bytes_done(self->plan_.nbytes);
+        // Whatever the answer says, nothing lands after it; without one nobody knows.
+        if (answer || op.peer().alive()) op.quiescent(*self);
+        self->end(answer.status());
+      },
+      {}, true);
 }
 
 void SmallPart::read() {
   std::string body;
   append_pieces(body, plan_.pieces);
-  op_->peer().session()->call(kSmallRead, std::move(body), Deadline::never(),
-                              [self = shared_from_this()](Result<rpc::Message> answer) {
-                                if (!answer) return self->end(answer.status());
-                                self->arrived(answer->body);
-                              });
+  op_->peer().session()->call(
+      kSmallRead, std::move(body), Deadline::never(),
+      [self = shared_from_this()](Result<rpc::Message> answer) {
+        if (!answer) return self->end(answer.status());
+        self->arrived(answer->body);
+      },
+      {}, true);
 }
 
 void SmallPart::arrived(std::string_view payload) {

@@ -251,7 +251,7 @@ void SimSession::handle_inbox() {
 }
 
 void SimSession::call(uint16_t method, std::string body, Deadline deadline, rpc::CallDone done,
-                      std::vector<UniqueFd> fds) {
+                      std::vector<UniqueFd> fds, bool) {
   if (!alive_) return done(why_);
   const uint64_t id = next_call_++;
   pending_[id] = {method, std::move(done)};

@@ -87,9 +87,9 @@ class SimSession final : public rpc::Session {
   Status status() const override { return why_; }
   bool same_host() const override { return is_unix_; }
   int peer_pid() const override { return 0; }
-  UniqueFd peer_process() const override { return {}; }
-  void call(uint16_t method, std::string body, Deadline deadline, rpc::CallDone done,
-            std::vector<UniqueFd> fds) override;
+  std::shared_ptr<const UniqueFd> peer_process() const override { return {}; }
+  void call(uint16_t method, std::string body, Deadline deadline, rpc::CallDone done, std::vector<UniqueFd> fds,
+            bool awaited) override;
   Result<rpc::Message> call_sync(uint16_t method, std::string body, Deadline deadline,
                                  std::vector<UniqueFd> fds) override;
   Status post(uint16_t method, std::string body) override;

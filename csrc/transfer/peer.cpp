@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/failpoint.h"
 #include "transfer/cuda/endpoint.h"
 #include "transfer/engine_impl.h"
 #include "transfer/file/endpoint.h"
@@ -156,6 +157,14 @@ Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline
   }
   if (!alive()) return session_->status().with(name_);
   TM_TRY(ensure_features(deadline));
+  TM_ASSIGN(auto opened, ask_to_open(std::move(descriptor), deadline));
+  TM_ASSIGN(auto remote, make_remote(std::move(opened), deadline));
+  TM_TRY(failpoint("transfer.open"));
+  TM_TRY(publish(remote));
+  return RemoteRegionPtr(remote);
+}
+
+Result<OpenedRegion> PeerImpl::ask_to_open(Descriptor descriptor, Deadline deadline) {
   // open: the descriptor's region and generation. Answer: u32 grant, u64 nbytes, u8 readable, u8 writable.
   ByteWriter request;
   request.put(descriptor.region).put(descriptor.generation).put(std::string_view(descriptor.label));
@@ -166,12 +175,22 @@ Result<RemoteRegionPtr> PeerImpl::open(std::string_view bytes, Deadline deadline
   opened.descriptor.readable = in.get<uint8_t>() != 0;
   opened.descriptor.writable = in.get<uint8_t>() != 0;
   if (!in.done()) return Status(Code::corrupt, name_ + " answered open with bytes we cannot read");
-  TM_ASSIGN(auto remote, make_remote(std::move(opened), deadline));
   std::lock_guard lock(mutex_);
-  if (over_) return session_->status().with(name_);  // session_over() has not seen it: no copy may use it
+  by_grant_[opened.grant];  // before anything of it is mapped: it can be called back from then on
+  return opened;
+}
+
+Status PeerImpl::publish(const std::shared_ptr<RemoteRegionImpl>& remote) {
+  std::lock_guard lock(mutex_);
+  auto& opened = by_grant_[remote->grant()];
+  if (over_) {  // the end of the session has not seen it: no copy may use it
+    TM_TRY(session_->status().with(name_));
+    return {Code::closed, name_ + " is being closed"};
+  }
+  if (opened.revoked) return {Code::key_not_found, remote->name() + " was deregistered while it was being opened"};
+  opened.remote = remote;
   by_generation_[remote->descriptor().generation] = remote;
-  by_grant_[remote->grant()] = remote;
-  return RemoteRegionPtr(remote);
+  return {};
 }
 
 Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion opened, Deadline deadline) {
@@ -194,11 +213,9 @@ Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion ope
   };
   Status found = opened.descriptor.readable ? find_paths(Direction::read) : Status();
   if (found && opened.descriptor.writable) found = find_paths(Direction::write);
-  if (!found) {
-    (void)session_->post(kCloseGrant, ByteWriter().put(opened.grant).take());
-    return found;
-  }
-  return std::make_shared<RemoteRegionImpl>(shared_from_this(), std::move(opened), std::move(paths));
+  auto remote = std::make_shared<RemoteRegionImpl>(shared_from_this(), std::move(opened), std::move(paths));
+  TM_TRY(found);  // what was mapped goes with it, then the grant
+  return remote;
 }
 
 void PeerImpl::on_open(rpc::Message request, rpc::Responder responder) {
@@ -218,30 +235,38 @@ void PeerImpl::on_open(rpc::Message request, rpc::Responder responder) {
   responder.ok(out.take());
 }
 
-// The owner wants its memory back: answered when no copy of ours is inside it.
+// The owner wants its memory back: answered when no copy of ours is inside it, and none can be any more. An open that
+// is under way ends with an error, and answers.
 void PeerImpl::on_revoke(rpc::Message request, rpc::Responder responder) {
   auto grant = ByteReader(request.body).get<uint32_t>();
+  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+  auto gone = [shared] { shared->ok(); };
   std::shared_ptr<RemoteRegionImpl> remote;
   {
     std::lock_guard lock(mutex_);
     auto it = by_grant_.find(grant);
-    if (it != by_grant_.end()) remote = it->second.lock();
+    if (it != by_grant_.end() && !(remote = it->second.remote.lock())) {
+      it->second.revoked = true;
+      it->second.gone.push_back(std::move(gone));
+      return;
+    }
   }
-  if (!remote) return responder.ok();
-  auto shared = std::make_shared<rpc::Responder>(std::move(responder));
-  remote->take_back([shared] { shared->ok(); });
+  if (!remote) return gone();
+  remote->take_back(std::move(gone));
   engine_.callbacks()->post([remote] {});  // perhaps the last reference
 }
 
 void PeerImpl::forget_remote(const OpenedRegion& region) {
   uint32_t grant = region.grant;
+  std::vector<std::function<void()>> gone;
   {
     std::lock_guard lock(mutex_);
-    by_grant_.erase(grant);
+    if (auto opened = by_grant_.extract(grant)) gone = std::move(opened.mapped().gone);
     auto it = by_generation_.find(region.descriptor.generation);
     if (it != by_generation_.end() && it->second.expired()) by_generation_.erase(it);  // or opened again already
   }
   if (alive()) (void)session_->post(kCloseGrant, ByteWriter().put(grant).take());
+  for (auto& tell : gone) tell();
 }
 
 // ---- Notifications
@@ -278,24 +303,38 @@ void PeerImpl::stop_ops(const Status& why) {
   for (auto& op : ops) op->stop(why);
 }
 
-std::vector<std::shared_ptr<RemoteRegionImpl>> PeerImpl::mapped_remotes(bool last) {
-  std::vector<std::shared_ptr<RemoteRegionImpl>> mapped;
-  std::lock_guard lock(mutex_);
-  over_ |= last;
-  for (auto& [grant, weak] : by_grant_)
-    if (auto remote = weak.lock(); remote && remote->maps()) mapped.push_back(std::move(remote));
-  return mapped;
+bool PeerImpl::take_all_back(std::function<void()> quiet) {
+  std::vector<std::shared_ptr<RemoteRegionImpl>> remotes, mapped;
+  auto left = std::make_shared<std::atomic<size_t>>(1);
+  auto one_less = [left, quiet = std::move(quiet)] {
+    if (left->fetch_sub(1) == 1) quiet();
+  };
+  {
+    std::lock_guard lock(mutex_);
+    over_ = true;
+    for (auto& [grant, opened] : by_grant_) {
+      auto remote = opened.remote.lock();
+      if (!remote) {
+        opened.revoked = true;
+        opened.gone.push_back(one_less);
+      } else if (remote->maps()) {
+        mapped.push_back(remote);
+      }
+      if (!remote || remote->maps()) left->fetch_add(1);
+      remotes.push_back(std::move(remote));
+    }
+  }
+  bool any = left->load() > 1;
+  for (auto& remote : mapped) remote->take_back(one_less);
+  one_less();
+  mapped.clear();
+  engine_.callbacks()->post([remotes = std::move(remotes)] {});  // perhaps the last references
+  return any;
 }
 
 void PeerImpl::release_all(Deadline deadline) {
-  auto mapped = mapped_remotes(false);
-  if (mapped.empty() || !alive()) return;
-  auto left = std::make_shared<std::atomic<size_t>>(mapped.size());
   auto idle = std::make_shared<Event>();
-  for (auto& remote : mapped)
-    remote->take_back([left, idle] {
-      if (left->fetch_sub(1) == 1) idle->set();
-    });
+  if (!take_all_back([idle] { idle->set(); }) || !alive()) return;
   // A copy that is stuck keeps its grant: the owner then waits for our death.
   if (idle->wait(deadline)) (void)session_->call_sync(kReleaseAll, {}, deadline);
 }
@@ -349,19 +388,13 @@ void PeerImpl::session_over(const Status& why) {
 
 // Nobody can be asked to release what he maps of ours any more, and we cannot say that we have: the next session will.
 void PeerImpl::release_later() {
-  auto mapped = mapped_remotes(true);
-  if (!session_->same_host()) return;  // nothing was mapped, on either side
   auto quiet = [weak = engine_weak_, owner = identity().engine, number = number_] {
     if (auto engine = std::static_pointer_cast<EngineImpl>(weak.lock())) engine->held().quiet(owner, number);
   };
-  auto callbacks = engine_.callbacks();
-  auto left = std::make_shared<std::atomic<size_t>>(mapped.size() + 1);
-  auto one_less = [left, callbacks, quiet] {
-    if (left->fetch_sub(1) == 1) callbacks->post(quiet);  // perhaps with the last reference to the engine
-  };
-  for (auto& remote : mapped) remote->take_back(one_less);
-  one_less();
-  callbacks->post([mapped = std::move(mapped)] {});
+  bool can_map = session_->same_host();  // otherwise nothing was mapped, on either side
+  (void)take_all_back([can_map, quiet, callbacks = engine_.callbacks()] {
+    if (can_map) callbacks->post(quiet);  // perhaps with the last reference to the engine
+  });
 }
 
 // ---- RemoteRegionImpl
@@ -379,8 +412,11 @@ Status RemoteRegionImpl::reachable(Direction d, MemoryKind local) const {
 }
 
 RemoteRegionImpl::~RemoteRegionImpl() {
-  paths_ = {};  // unmapped before the owner hears of it
-  static_cast<PeerImpl&>(*peer_).forget_remote(opened_);
+  auto memories = mappings();
+  paths_ = {};
+  // Unmapped before the owner hears of it.
+  let_go(std::move(memories),
+         [peer = std::static_pointer_cast<PeerImpl>(peer_), opened = opened_] { peer->forget_remote(opened); });
 }
 
 std::vector<RemoteMemoryPtr> RemoteRegionImpl::mappings() const {
@@ -394,15 +430,18 @@ std::vector<RemoteMemoryPtr> RemoteRegionImpl::mappings() const {
 
 bool RemoteRegionImpl::maps() const { return !mappings().empty(); }
 
+void RemoteRegionImpl::let_go(std::vector<RemoteMemoryPtr> memories, std::function<void()> gone) {
+  auto left = std::make_shared<std::atomic<size_t>>(memories.size() + 1);
+  auto one_gone = [left, gone = std::move(gone)] {
+    if (left->fetch_sub(1) == 1) gone();
+  };
+  for (auto& memory : memories) memory->let_go(one_gone);
+  memories.clear();
+  one_gone();
+}
+
 void RemoteRegionImpl::take_back(std::function<void()> gone) {
-  usage_.revoke([memories = mappings(), gone = std::move(gone)] {
-    auto left = std::make_shared<std::atomic<size_t>>(memories.size() + 1);
-    auto one_gone = [left, gone] {
-      if (left->fetch_sub(1) == 1) gone();
-    };
-    for (auto& memory : memories) memory->let_go(one_gone);
-    one_gone();
-  });
+  usage_.revoke([memories = mappings(), gone = std::move(gone)] { let_go(memories, gone); });
 }
 
 std::string RemoteRegionImpl::transport() const {

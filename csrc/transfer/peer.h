@@ -74,16 +74,25 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   void on_revoke(rpc::Message request, rpc::Responder responder);
   void session_over(const Status& why);
   void stop_ops(const Status& why);
-  // Tells the owner that no map of its segments is written or read by us any more. Before an orderly end.
+  // Tells the owner that no map of its memory is written or read by us any more. Before an orderly end.
   void release_all(Deadline deadline);
 
  private:
+  // What the peer has given us, from its answer to our open until it hears that we have let go.
+  struct Opened {
+    std::weak_ptr<RemoteRegionImpl> remote{};   // null while its paths are made, and while they are unmade
+    bool revoked = false;                       // while they are made: it is not to be used
+    std::vector<std::function<void()>> gone{};  // told when nothing of it is mapped here any more
+  };
   void release_later();
-  // `last`: none can be opened from now on.
-  std::vector<std::shared_ptr<RemoteRegionImpl>> mapped_remotes(bool last);
+  // Nothing is opened from now on. `quiet` once nothing of the peer's is mapped and used here any more, opens that are
+  // under way included; false: nothing is (and `quiet` was called).
+  bool take_all_back(std::function<void()> quiet);
   std::string hello() const;
   void learn(std::string_view hello);
+  Result<OpenedRegion> ask_to_open(Descriptor descriptor, Deadline deadline);
   Result<std::shared_ptr<RemoteRegionImpl>> make_remote(OpenedRegion opened, Deadline deadline);
+  Status publish(const std::shared_ptr<RemoteRegionImpl>& remote);  // unless it was taken back meanwhile
 
   EngineImpl& engine_;
   const std::weak_ptr<Engine> engine_weak_;
@@ -97,7 +106,7 @@ class PeerImpl final : public Peer, public std::enable_shared_from_this<PeerImpl
   mutable std::mutex mutex_;
   PeerFeatures features_;
   std::unordered_map<uint64_t, std::weak_ptr<RemoteRegionImpl>> by_generation_;  // generations never repeat
-  std::unordered_map<uint32_t, std::weak_ptr<RemoteRegionImpl>> by_grant_;
+  std::unordered_map<uint32_t, Opened> by_grant_;
   std::unordered_map<OpImpl*, std::weak_ptr<OpImpl>> ops_;
   bool over_ = false;
   int handles_ = 0;
@@ -153,6 +162,7 @@ class RemoteRegionImpl final : public RemoteRegion, public std::enable_shared_fr
 
  private:
   std::vector<RemoteMemoryPtr> mappings() const;  // each once
+  static void let_go(std::vector<RemoteMemoryPtr> memories, std::function<void()> gone);
   const std::shared_ptr<Peer> peer_;
   const OpenedRegion opened_;
   Paths paths_;

@@ -148,6 +148,8 @@ inline std::string run_command(Engine& engine, Way way, std::istringstream in) {
     if (name == "no_share") cuda.no_share = value != 0;
     if (name == "no_ids") cuda.no_ids = value != 0;
     if (name == "copy_us") cuda.copy_us = value;
+    if (name == "hang_pins") cuda.hang_pins = value != 0;
+    if (name == "no_pins") cuda.no_pins = value != 0;
     if (name == "hang") cuda.hang = value != 0;
     if (name == "hardware") cuda.hardware = static_cast<char>(value);
     if (name == "mappings") return std::to_string(cuda.mappings_alive);

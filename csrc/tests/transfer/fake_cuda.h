@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -39,6 +40,7 @@ class FakeCuda final : public transfer::CudaDriver {
   std::atomic<bool> broken{false};     // every event fails, as after an error that the device does not recover from
   std::function<void()> at_wait_flag;  // runs in it first
   std::atomic<int> events_alive{0};
+  std::atomic<bool> hang_pins{false}, no_pins{false};  // of host memory
 
   std::atomic<int> device_count{1};
   std::atomic<bool> peer_access{true};  // between any two devices
@@ -46,6 +48,7 @@ class FakeCuda final : public transfer::CudaDriver {
   std::atomic<char> hardware{'0'};      // of device 0: other processes may see other devices
   std::atomic<bool> no_share{false}, no_map{false}, no_ids{false};
   std::atomic<int> mappings_alive{0}, mappings_made{0};
+  std::atomic<int> unmapped_elsewhere{0};  // than on the thread that may wait for the device
 
   // One allocation as by cudaMalloc; or many parts side by side, each mapped from a handle, as expandable segments are.
   std::shared_ptr<void> allocate(size_t nbytes, size_t parts = 1, int device = 0, void* at = nullptr) {
@@ -116,7 +119,11 @@ class FakeCuda final : public transfer::CudaDriver {
     --events_alive;
     delete static_cast<std::shared_ptr<Event>*>(event);
   }
-  Result<void*> allocate_pinned(int, size_t n) override { return std::aligned_alloc(4096, (n + 4095) / 4096 * 4096); }
+  Result<void*> allocate_pinned(int, size_t n) override {
+    while (hang_pins) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (no_pins) return Status(Code::io, "cuMemHostAlloc: out of memory");
+    return std::aligned_alloc(4096, (n + 4095) / 4096 * 4096);
+  }
   void free_pinned(int, void* memory) override { std::free(memory); }
   Status wait_flag(int, transfer::CudaStream stream, uint32_t* flag, uint32_t value) override {
     if (at_wait_flag) at_wait_flag();
@@ -152,11 +159,17 @@ class FakeCuda final : public transfer::CudaDriver {
     if (no_map) return Status(Code::io, "cuIpcOpenMemHandle: invalid device context");
     if (!handle.fd.valid()) handle.fd.reset(open(handle.name.c_str(), O_RDWR | O_CLOEXEC));
     if (!handle.fd.valid()) return Status(Code::io, "cuIpcOpenMemHandle: mapping of buffer object failed");
+    struct stat st {};
+    if (fstat(handle.fd.get(), &st) != 0 || static_cast<uint64_t>(st.st_size) < nbytes)
+      return Status(Code::io, "cuMemMap: invalid argument");
     void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, handle.fd.get(), 0);
     if (at == MAP_FAILED) return Status(Code::io, "cuMemMap: out of memory");
     ++mappings_alive;
     ++mappings_made;
     return std::shared_ptr<void>(at, [this, nbytes](void* p) {
+      char thread[16] = "";
+      pthread_getname_np(pthread_self(), thread, sizeof thread);
+      unmapped_elsewhere += std::string(thread) != "tm-cuda-share";
       munmap(p, nbytes);
       --mappings_alive;
     });

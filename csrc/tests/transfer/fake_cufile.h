@@ -25,18 +25,22 @@ class FakeCuFile final : public transfer::CuFileDriver {
     return fake;
   }
 
-  std::atomic<bool> refuse_files{false}, refuse_pins{false}, hang{false};
+  std::atomic<bool> refuse_files{false}, refuse_pins{false}, hang{false}, hang_open{false};
   std::atomic<int> short_calls{0}, failing_calls{0};  // so many of the next
-  std::atomic<int> files{0}, pins{0}, calls{0};
+  std::atomic<int> files{0}, pins{0}, calls{0}, opens{0};
   std::atomic<uint64_t> nbytes{0};
 
   std::string describe() const override { return "fake cuFile"; }
   Result<std::shared_ptr<void>> open(int fd) override {
     if (refuse_files) return Status(Code::unsupported, "cuFileHandleRegister: cuFile error 5008");
-    CHECK((fcntl(fd, F_GETFL) & O_DIRECT) != 0);
+    while (hang_open) usleep(1000);
+    int flags = fcntl(fd, F_GETFL);
+    CHECK(flags >= 0);
+    CHECK((flags & O_DIRECT) != 0);
     std::string path = "/proc/self/fd/" + std::to_string(fd);  // buffers need no alignment without O_DIRECT
     auto* file = new UniqueFd(::open(path.c_str(), (fcntl(fd, F_GETFL) & O_ACCMODE) | O_CLOEXEC));
     ++files;
+    ++opens;
     return std::shared_ptr<void>(file, [this](void* p) {
       delete static_cast<UniqueFd*>(p);
       --files;

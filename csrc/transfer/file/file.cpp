@@ -9,6 +9,7 @@
 
 #include <cerrno>
 
+#include "common/log.h"
 #include "transfer/file/move.h"
 
 #ifndef STATX_DIOALIGN
@@ -132,6 +133,13 @@ const File::Storage* File::storage() {
   }
   storage_known_ = true;
   return storage_ ? &*storage_ : nullptr;
+}
+
+void File::storage_broke(const Status& why) {
+  if (storage_failed_.exchange(true)) return;
+  log::warning("transfer", "GPUDirect Storage is not used for " + name() + " any more: " + why.message());
+  std::lock_guard lock(last_refusal().mutex);
+  last_refusal().why = name() + ": " + why.message();
 }
 
 std::shared_ptr<Threads> File::waiters() {

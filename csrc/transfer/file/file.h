@@ -47,6 +47,9 @@ class File final : public Backing, public std::enable_shared_from_this<File> {
   };
   const Storage* storage();
   bool storage_known() const { return storage_known_; }
+  // A call of it failed: this file does without it from now on, which a warning and storage_choice() say.
+  void storage_broke(const Status& why);
+  bool storage_failed() const { return storage_failed_; }
   // Threads that wait for it.
   static std::shared_ptr<Threads> waiters();
 
@@ -72,7 +75,7 @@ class File final : public Backing, public std::enable_shared_from_this<File> {
   bool in_memory_ = false;          // tmpfs and the like: I/O cannot hang
 
   std::mutex storage_mutex_;
-  std::atomic<bool> storage_known_{false};
+  std::atomic<bool> storage_known_{false}, storage_failed_{false};
   std::optional<Storage> storage_;    // goes before direct_
   std::shared_ptr<Threads> waiters_;  // so that they stay from op to op
 

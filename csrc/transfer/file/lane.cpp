@@ -29,18 +29,22 @@ void FileCudaPart::run(const OpImplPtr& op, std::string transport, Reached remot
   op->add(part);
   auto locals = locals_of(batches);
   auto hold = hold_both(op, locals, part->remote_);
-  if (!hold) return op->part_done(part, hold.status());
+  if (!hold) {
+    op->quiescent(*part);
+    return op->part_done(part, hold.status());
+  }
   part->remote_.owner.reset();  // the hold has it
   bool local_file = locals.front()->kind() == MemoryKind::file;
   part->to_device_ = local_file == (op->direction() == Direction::write);
-  std::vector<File*> unknown;  // the first op of a file asks whether it can go directly, which may take a while
+  // The first op of a file asks whether it can go directly, which may take a while.
+  std::vector<std::shared_ptr<File>> unknown;
   {
     std::lock_guard lock(part->mutex_);  // the op may have been stopped already
     part->hold_ = std::move(*hold);
     for (size_t i = 0; i < batches.size(); ++i) {
       auto *ours = locals[i]->backing().get(), *theirs = part->remote_.backing.get();
       auto* file = static_cast<File*>(local_file ? ours : theirs);
-      if (!file->storage_known()) unknown.push_back(file);
+      if (!file->storage_known()) unknown.push_back(file->shared_from_this());
       auto* memory = static_cast<CudaMemory*>(local_file ? theirs : ours);
       for (auto& e : batches[i]->extents) {
         uint64_t at_file = local_file ? e.local_offset : e.remote_offset;
@@ -52,7 +56,7 @@ void FileCudaPart::run(const OpImplPtr& op, std::string transport, Reached remot
   op->peer().engine().track_move(part);
   if (unknown.empty()) return part->start();
   File::waiters()->post({[part, unknown, threads = File::waiters()] {
-    for (auto* file : unknown) (void)file->storage();
+    for (auto& file : unknown) (void)file->storage();  // held: the op may be over by now, and its regions gone
     part->start();
   }});
 }
@@ -61,7 +65,7 @@ void FileCudaPart::run(const OpImplPtr& op, std::string transport, Reached remot
 
 bool FileCudaPart::goes_directly(const Piece& piece) const {
   return piece.direct && piece.at_file % File::kBlock == 0 && piece.nbytes >= File::kBlock && piece.memory->own() &&
-         piece.file->storage();
+         piece.file->storage() && !piece.file->storage_failed();
 }
 
 void FileCudaPart::advance(uint64_t nbytes) {
@@ -118,13 +122,10 @@ void FileCudaPart::pump() {
       chunk = take_direct();
     } else {
       auto& queue = pieces_.front().memory->queue();
-      auto block = queue.take_block([self = shared_from_this()] { self->pump(); });
-      if (!block) {
-        lock.unlock();
-        return stop(block.status());
-      }
-      if (*block == nullptr) return;  // the waiter comes back
-      chunk = take_bounced(*block);
+      auto* block = queue.take_block(
+          [self = shared_from_this()](const Status& status) { status ? self->pump() : self->stop(status); });
+      if (block == nullptr) return;  // the waiter comes back
+      chunk = take_bounced(block);
     }
     ++in_flight_;
     lock.unlock();
@@ -185,11 +186,13 @@ void FileCudaPart::move_directly(const ChunkPtr& chunk) {
                    : storage.driver->write(storage.file.get(), piece.at_file, base, address, piece.nbytes);
   }
   end_touching();
-  if (!n) return chunk_over(chunk, n.status().with(piece.file->name()));
-  chunk->nbytes = std::min(*n, piece.nbytes);
-  if (chunk->nbytes < piece.nbytes) {  // short: the rest the other way, which knows what to say at the file's end
+  if (!n) piece.file->storage_broke(n.status());
+  uint64_t moved = chunk->nbytes = n ? std::min(*n, piece.nbytes) : 0;
+  // Short, or failed: the rest the other way, which knows what to say at the file's end, or of a broken disk.
+  if (moved < piece.nbytes) {
     std::lock_guard lock(mutex_);
-    pieces_.push_front({piece.file, piece.memory, piece.at_file + *n, piece.at_memory + *n, piece.nbytes - *n, false});
+    pieces_.push_front(
+        {piece.file, piece.memory, piece.at_file + moved, piece.at_memory + moved, piece.nbytes - moved, false});
   }
   chunk_over(chunk, {});
 }

@@ -65,6 +65,7 @@ void MovePart::run(const OpImplPtr& op, std::string transport, Reached remote,
   auto hold = hold_both(op, locals_of(batches), self->remote_);
   if (!hold) {
     op->add(self);
+    op->quiescent(*self);
     return op->part_done(self, hold.status());
   }
   self->remote_.owner.reset();  // the hold has it

@@ -3,7 +3,11 @@
 #include <functional>
 #include <thread>
 
+#include "rpc/endpoint.h"
 #include "transfer/child.h"
+#include "transfer/cuda/share.h"
+#include "transfer/tcp/rails.h"
+#include "transfer/wire.h"
 
 namespace transfer_test {
 namespace {
@@ -305,6 +309,130 @@ TEST_CASE("cuda_ipc: ops keep their place on a stream; an orderly end gives the 
   CHECK(ipc.cuda.mappings_alive == 0);
   CHECK(ipc.child.ask("deregister r 5000").rfind("OK", 0) == 0);
   ipc.cuda.destroy_stream(0, stream);
+}
+
+TEST_CASE("cuda_ipc: memory is unmapped by the thread that may wait for the device, before its owner hears of it") {
+  Ipc ipc;
+  int elsewhere = ipc.cuda.unmapped_elsewhere;
+  for (int i = 0; i < 50; ++i) {
+    auto name = "r" + std::to_string(i);
+    ipc.child.ask("cuda " + name + " 65536 3 1 0");
+    auto remote = ipc.child.open(*ipc.peer, name);
+    Memory memory(i % 2 ? Way::cuda : Way::process_vm, 65536);
+    auto local = memory.register_in(*ipc.engine);
+    auto op = must(ipc.engine->read({{local, 0, remote, 0, 65536}}, {.deadline = soon()}));
+    REQUIRE_OK(op->wait());
+    op.reset();
+    remote.reset();  // at once: threads of the device may still hold what is left of the op
+    CHECK(ipc.child.ask("deregister " + name + " 10000").rfind("OK", 0) == 0);
+    CHECK(ipc.cuda.mappings_alive == 0);
+  }
+  CHECK(ipc.cuda.unmapped_elsewhere == elsewhere);
+}
+
+TEST_CASE("cuda_ipc: regions opened at the same time are each mapped once, for both directions") {
+  Ipc ipc;
+  ipc.child.ask("fake no_ids 1");  // then no mapping is shared
+  constexpr int kThreads = 4, kEach = 10;
+  std::vector<std::string> descriptors;
+  for (int i = 0; i < kThreads * kEach; ++i) {
+    auto name = "r" + std::to_string(i);
+    ipc.child.ask("cuda " + name + " 4096 3 1 0");
+    descriptors.push_back(from_hex(ipc.child.ask("descriptor " + name)));
+  }
+  int made = ipc.cuda.mappings_made;
+  std::vector<RemoteRegionPtr> remotes(descriptors.size());
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      for (int i = t * kEach; i < (t + 1) * kEach; ++i) {
+        auto remote = ipc.peer->open(descriptors[i], soon());
+        if (remote) remotes[i] = *remote;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (auto& remote : remotes) CHECK((remote && remote->transport() == "cuda_ipc"));
+  CHECK(ipc.cuda.mappings_made - made == kThreads * kEach);
+}
+
+TEST_CASE("cuda_ipc: an owner that waits for pinned memory serves others meanwhile; one that gets none says so") {
+  auto engine = must(Engine::create(options_for(Way::cuda_by_tcp, "parent")));
+  Child child(Way::cuda_by_tcp);
+  auto peer = must(engine->connect(child.address(), soon()));
+  child.make("r", kMiB, 5);
+  auto remote = child.open(*peer, "r");
+  CHECK(remote->transport() == "staged");
+  Memory memory(Way::process_vm, kMiB);
+  auto local = memory.register_in(*engine);
+  child.ask("fake no_pins 1");
+  Status none = must(engine->read({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait();
+  CHECK_MESSAGE(none.code() == Code::io, none.to_string());
+  CHECK(none.message().find("cuMemHostAlloc") != std::string::npos);
+  child.ask("fake no_pins 0");
+  child.ask("fake hang_pins 1");
+  auto op = must(engine->read({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}));
+  usleep(50'000);
+  child.make("other", kMiB, 6);
+  auto other = peer->open(from_hex(child.ask("descriptor other")), Deadline::after_ms(5000));
+  CHECK_MESSAGE(other.is_ok(), other.status().to_string());
+  CHECK_FALSE(op->ended());
+  child.ask("fake hang_pins 0");
+  REQUIRE_OK(op->wait());
+  CHECK(mismatch(memory.data, kMiB, 5) == kMiB);
+  engine->close();
+}
+
+// An owner that is no engine, and says of its memory what it likes.
+TEST_CASE("cuda_ipc: an owner whose answer does not fit its region is not believed") {
+  auto& cuda = FakeCuda::install();
+  auto memory = cuda.allocate(64 << 10);
+  auto address = reinterpret_cast<uint64_t>(memory.get());
+  auto handle = must(cuda.share(must(cuda.find(address))));
+  transfer::CudaShared shared;
+  uint64_t nbytes = 0;
+  auto owner = must(rpc::Endpoint::create({}));
+  auto answer = [&](uint16_t method, std::function<std::string()> body) {
+    owner->handle(method, rpc::RunOn::inline_io,
+                  [body](auto&, rpc::Message, rpc::Responder responder) { responder.ok(body()); });
+  };
+  answer(transfer::kHello, [] {
+    ByteWriter out;
+    for (int allowed : {1, 0, 0, 0}) out.put(static_cast<uint8_t>(allowed));  // shm alone
+    transfer::encode_ends(out.put(uint64_t{1}), {});
+    return out.take();
+  });
+  std::atomic<uint32_t> grants{0};
+  answer(transfer::kOpen,
+         [&] { return ByteWriter().put(++grants).put(nbytes).put(uint8_t{1}).put(uint8_t{1}).take(); });
+  answer(transfer::kCudaShare, [&] { return shared.encode(); });
+  auto at = must(owner->listen("tcp://127.0.0.1:0"));
+  auto engine = must(Engine::create(options_for(Way::cuda_ipc, "holder")));
+  auto peer = must(engine->connect(at, soon()));
+  REQUIRE(peer->same_host());
+  auto open = [&](uint64_t bytes, uint64_t begin, std::vector<transfer::CudaShared::Allocation> allocations) {
+    nbytes = bytes;
+    shared.process = random_id();
+    shared.device = cuda.uuid(0);
+    shared.address = begin;
+    shared.allocations = std::move(allocations);
+    transfer::Descriptor descriptor;
+    descriptor.engine = owner->self().engine;
+    descriptor.kind = MemoryKind::cuda;
+    descriptor.region = descriptor.generation = grants + 1;
+    descriptor.nbytes = bytes;
+    return peer->open(descriptor.encode(), soon()).status();
+  };
+  constexpr uint64_t kWhole = 64 << 10;
+  REQUIRE_OK(open(kWhole, address, {{7, address, kWhole, false, handle.name}}));
+  CHECK(open(0, address, {}).code() == Code::corrupt);
+  CHECK(open(0, address, {{7, address, kWhole, false, handle.name}}).code() == Code::corrupt);
+  CHECK(open(kWhole, address, {}).code() == Code::corrupt);
+  CHECK(open(kWhole, ~uint64_t{0} - 10, {{7, ~uint64_t{0} - 10, kWhole, false, handle.name}}).code() == Code::corrupt);
+  // More than there is: not mapped, and there is no other way to this owner.
+  CHECK_FALSE(open(kWhole * 2, address, {{7, address, kWhole * 2, false, handle.name}}).is_ok());
+  CHECK(eventually([&] { return cuda.mappings_alive == 0; }));
+  engine->close();
+  owner->close();
 }
 
 }  // namespace transfer_test

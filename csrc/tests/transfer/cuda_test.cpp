@@ -314,4 +314,28 @@ TEST_CASE("cuda: when the device has failed, an op's flag is not given to the ne
   device.cuda.destroy_stream(0, stream);
 }
 
+TEST_CASE("cuda: an op that ended without its device is quiescent once that has answered; one refused is at once") {
+  Device device;
+  constexpr size_t kBytes = 1 << 20;
+  for (Way from : {Way::process_vm, Way::cuda, Way::file}) {
+    CAPTURE(name_of(from));
+    Pair pair(Way::cuda);
+    Memory source(from, kBytes), target(Way::cuda, kBytes);
+    auto local = source.register_in(*pair.a), region = target.register_in(*pair.b);
+    auto remote = pair.open(region);
+    auto op = must(pair.a->write({{local, 0, remote, 0, kBytes}}, {.deadline = soon()}));
+    REQUIRE_OK(op->wait());
+    device.cuda.hang = true;
+    op = must(pair.a->write({{local, 0, remote, 0, kBytes}}, {.deadline = Deadline::after_ms(100)}));
+    CHECK(op->wait().code() == Code::deadline_exceeded);
+    CHECK_FALSE(op->remote_quiescent());
+    device.cuda.hang = false;
+    CHECK(eventually([&] { return op->remote_quiescent(); }));
+    REQUIRE_OK(pair.b->deregister(region, soon()));
+    op = must(pair.a->write({{local, 0, remote, 0, kBytes}}, {.deadline = soon()}));
+    CHECK(op->wait().code() == Code::key_not_found);
+    CHECK(op->remote_quiescent());
+  }
+}
+
 }  // namespace transfer_test

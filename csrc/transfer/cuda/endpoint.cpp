@@ -104,7 +104,9 @@ Result<RemoteMemoryPtr> CudaEndpoint::open(const OpenedRegion& opened, Direction
   if (opened.descriptor.kind != MemoryKind::cuda || !why_no_ipc().empty()) return RemoteMemoryPtr();
   {
     std::lock_guard lock(mutex_);
-    if (auto known = last_memory_.lock(); known && last_grant_ == opened.grant) return known;
+    std::erase_if(mapped_, [](auto& entry) { return entry.second.expired(); });
+    if (auto it = mapped_.find(opened.grant); it != mapped_.end())
+      if (auto known = it->second.lock()) return known;
   }
   auto memory = map_cuda(peer_, CudaDriver::if_used(), opened, deadline);
   if (!memory) {
@@ -117,8 +119,7 @@ Result<RemoteMemoryPtr> CudaEndpoint::open(const OpenedRegion& opened, Direction
   }
   RemoteMemoryPtr mapped = std::make_shared<CudaMapped>(std::move(*memory));
   std::lock_guard lock(mutex_);
-  last_grant_ = opened.grant;
-  last_memory_ = mapped;
+  mapped_[opened.grant] = mapped;
   return mapped;
 }
 

@@ -7,6 +7,7 @@
 // session ends) or this process is dead, like a mapped segment (grant.h).
 #pragma once
 
+#include <map>
 #include <mutex>
 
 #include "transfer/cuda/memory.h"
@@ -37,10 +38,8 @@ class CudaEndpoint final : public TransportEndpoint {
   PeerImpl& peer_;
   const bool ipc_;
   mutable std::mutex mutex_;
-  // The region opened last, for the second direction; and why the last one that could not be mapped could not.
-  uint32_t last_grant_ = 0;
-  std::weak_ptr<RemoteMemory> last_memory_;
-  std::string not_mapped_;
+  std::map<uint32_t, std::weak_ptr<RemoteMemory>> mapped_;  // by grant, each once for both directions
+  std::string not_mapped_;                                  // why the last one that could not be mapped could not
 };
 
 }  // namespace torch_mooncake::transfer

@@ -15,7 +15,10 @@ void CudaCopyPart::run(const OpImplPtr& op, std::string transport, Reached remot
   std::shared_ptr<CudaCopyPart> part(new CudaCopyPart(op, std::move(transport), std::move(remote)));
   op->add(part);
   auto hold = hold_both(op, locals_of(batches), part->remote_);
-  if (!hold) return op->part_done(part, hold.status());
+  if (!hold) {
+    op->quiescent(*part);
+    return op->part_done(part, hold.status());
+  }
   part->remote_.owner.reset();  // the hold has it
   {
     std::lock_guard lock(part->mutex_);  // the op may have been stopped already
@@ -65,16 +68,18 @@ void CudaCopyPart::step() {
 void CudaCopyPart::over(const Status& status) {
   Status outcome = status ? validate(*op_, remote_) : status;
   std::shared_ptr<void> hold;
+  bool told;
   {
     std::lock_guard lock(mutex_);
     if (stopped_) outcome = why_;
     hold = std::move(hold_);
-    if (std::exchange(told_, true)) return;
+    told = std::exchange(told_, true);
   }
+  op_->quiescent(*this);  // also of an op that has ended without waiting for the device
+  hold.reset();
+  if (told) return;
   bool writes = op_->direction() == Direction::write;
   if (outcome) op_->peer().engine().metrics().bytes(transport_, writes ? nbytes_ : 0, writes ? 0 : nbytes_);
-  op_->quiescent(*this);
-  hold.reset();
   op_->part_done(shared_from_this(), outcome);
 }
 

@@ -203,9 +203,14 @@ class LibCuda final : public CudaDriver {
     std::memcpy(name.bytes, handle.name.data(), sizeof name.bytes);
     Ptr at = 0;
     TM_TRY(check(cuIpcOpenMemHandle(&at, name, kLazyPeerAccess), "cuIpcOpenMemHandle"));
-    return std::shared_ptr<void>(reinterpret_cast<void*>(at), [this, device](void* p) {
+    std::shared_ptr<void> mapping(reinterpret_cast<void*>(at), [this, device](void* p) {
       if (auto entered = enter(device)) cuIpcCloseMemHandle(reinterpret_cast<Ptr>(p));
     });
+    Ptr base = 0;
+    size_t size = 0;
+    TM_TRY(check(cuMemGetAddressRange(&base, &size, at), "cuMemGetAddressRange"));
+    if (base + size < at + nbytes) return Status(Code::io, "a CUDA IPC handle of less memory than its owner says");
+    return mapping;
   }
 
  private:

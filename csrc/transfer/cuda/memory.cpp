@@ -91,13 +91,10 @@ void CudaMove::pump() {
     std::unique_lock lock(mutex_);
     if (stopped_ || piece_ == request_.pieces.size()) return settle(std::move(lock));
     if (in_flight_ == kMostInFlight) return;
-    auto data = memory_->queue().take_block([self = shared_from_this()] { self->pump(); });
-    if (!data) {
-      lock.unlock();
-      return stop(data.status().with(memory_->name()));
-    }
-    if (*data == nullptr) return;  // the waiter comes back
-    block->data = *data;
+    block->data = memory_->queue().take_block([self = shared_from_this()](const Status& status) {
+      status ? self->pump() : self->stop(status.with(self->memory_->name()));
+    });
+    if (block->data == nullptr) return;  // the waiter comes back
     fill(*block);
     ++in_flight_;
     touching_ += request_.direction == Direction::write;

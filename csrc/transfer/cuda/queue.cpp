@@ -8,12 +8,18 @@
 #include <map>
 
 #include "common/clock.h"
+#include "transfer/worker.h"
 
 namespace torch_mooncake::transfer {
 namespace {
 
 constexpr int64_t kSpinNs = 50'000;
 constexpr int kPollUs = 30;
+
+Worker& pinner() {
+  static auto* worker = new Worker("tm-cuda-pin");
+  return *worker;
+}
 
 }  // namespace
 
@@ -95,7 +101,7 @@ void CudaQueue::poll() {
   }
 }
 
-Result<std::byte*> CudaQueue::take_block(std::function<void()> waiter) {
+std::byte* CudaQueue::take_block(Waiter waiter) {
   {
     std::lock_guard lock(mutex_);
     if (!free_.empty()) {
@@ -103,17 +109,23 @@ Result<std::byte*> CudaQueue::take_block(std::function<void()> waiter) {
       free_.pop_back();
       return block;
     }
-    if (blocks_ >= kMostBlocks) {
-      waiters_.push_back(std::move(waiter));
-      return static_cast<std::byte*>(nullptr);
-    }
+    waiters_.push_back(std::move(waiter));
+    if (blocks_ >= kMostBlocks) return nullptr;
     ++blocks_;
   }
+  pinner().post([this] { make_block(); });
+  return nullptr;
+}
+
+void CudaQueue::make_block() {
   auto made = driver_->allocate_pinned(device_, kBlockBytes);
-  if (made) return static_cast<std::byte*>(*made);
-  std::lock_guard lock(mutex_);
-  --blocks_;
-  return made.status();
+  if (made) return give_block(static_cast<std::byte*>(*made));
+  std::deque<Waiter> waiters;
+  {
+    std::lock_guard lock(mutex_);
+    if (--blocks_ == 0) waiters.swap(waiters_);  // otherwise they get what others give back
+  }
+  for (auto& waiter : waiters) waiter(made.status());
 }
 
 void CudaQueue::give_block(std::byte* block) {
@@ -124,16 +136,18 @@ void CudaQueue::give_block(std::byte* block) {
     auto waiter = std::move(waiters_.front());
     waiters_.pop_front();
     lock.unlock();
-    waiter();
+    waiter({});
     lock.lock();
   }
 }
 
 Result<uint32_t*> CudaQueue::take_flag() {
   constexpr size_t kPage = 4096;
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (flags_.empty()) {
+    lock.unlock();  // copies and their ends do not wait for the driver to pin memory
     TM_ASSIGN(auto* page, driver_->allocate_pinned(device_, kPage));
+    lock.lock();
     for (size_t i = 0; i < kPage / sizeof(uint32_t); ++i) flags_.push_back(static_cast<uint32_t*>(page) + i);
   }
   auto* flag = flags_.back();

@@ -36,9 +36,11 @@ class CudaQueue {
   // `done` when the event has been reached, or the work before it has failed. Takes the event.
   void when_reached(CudaEvent event, Done done);
 
-  // Null: all are in use, and `waiter` is called once when one may be free; it need not take it. io: no more memory can
-  // be pinned.
-  Result<std::byte*> take_block(std::function<void()> waiter);
+  // Null: none is free. Then `waiter` is called once, on another thread or later: ok when one may be free, which it
+  // need not take; io: there is none, and no memory can be pinned. Memory is pinned by a thread of its own, for that
+  // may take the driver a while.
+  using Waiter = std::function<void(const Status&)>;
+  std::byte* take_block(Waiter waiter);
   void give_block(std::byte* block);
 
   // A word of pinned memory, zero, for CudaDriver::wait_flag().
@@ -50,6 +52,7 @@ class CudaQueue {
 
  private:
   void poll();
+  void make_block();
 
   const std::shared_ptr<CudaDriver> driver_;
   const int device_;
@@ -65,7 +68,7 @@ class CudaQueue {
   std::vector<std::byte*> free_;
   size_t blocks_ = 0;
   std::vector<uint32_t*> flags_;
-  std::deque<std::function<void()>> waiters_;
+  std::deque<Waiter> waiters_;
   std::thread thread_;  // made by the first event
 };
 

@@ -19,7 +19,8 @@ Id128 process_nonce() {
 
 class Mappings {
  public:
-  using Key = std::tuple<CudaDriver*, int, Id128, uint64_t, uint64_t>;  // device here, owner, id, address there
+  // Device here, owner, id, address there, bytes.
+  using Key = std::tuple<CudaDriver*, int, Id128, uint64_t, uint64_t, uint64_t>;
   static Mappings& instance() {
     static auto* all = new Mappings;  // outlives static destructors
     return *all;
@@ -29,7 +30,7 @@ class Mappings {
     if (allocation.id == 0) return driver.map(device, std::move(handle), allocation.nbytes);
     std::lock_guard lock(mutex_);
     std::erase_if(mapped_, [](auto& entry) { return entry.second.expired(); });
-    auto& slot = mapped_[{&driver, device, process, allocation.id, allocation.base}];
+    auto& slot = mapped_[{&driver, device, process, allocation.id, allocation.base, allocation.nbytes}];
     if (auto known = slot.lock()) return known;
     TM_ASSIGN(auto made, driver.map(device, std::move(handle), allocation.nbytes));
     slot = made;
@@ -112,6 +113,7 @@ Result<std::shared_ptr<CudaMemory>> map_cuda(PeerImpl& peer, std::shared_ptr<Cud
                                              const OpenedRegion& region, Deadline deadline) {
   const uint64_t nbytes = region.descriptor.nbytes;
   const Status strange(Code::corrupt, peer.name() + " shares CUDA memory that does not cover its region");
+  if (nbytes == 0) return strange;  // nobody can have registered it
   std::vector<CudaRun> runs;
   int device = -1;
   uint64_t covered = 0;
@@ -123,6 +125,7 @@ Result<std::shared_ptr<CudaMemory>> map_cuda(PeerImpl& peer, std::shared_ptr<Cud
     if (device < 0) {
       TM_ASSIGN(device, device_for(*driver, shared.device));
     }
+    if (shared.address + nbytes < nbytes) return strange;
     auto fd = answer.fds.begin();
     for (auto& allocation : shared.allocations) {
       CudaHandle handle{std::move(allocation.name), {}};

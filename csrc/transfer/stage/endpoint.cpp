@@ -74,20 +74,10 @@ void StageEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Ba
   auto part = std::make_shared<StagePart>(op, *this, batches);
   auto needs_local = [](const Batch& batch) { return batch.local->kind() != MemoryKind::host; };
   if (std::any_of(batches.begin(), batches.end(), needs_local)) {
-    std::lock_guard making(area_mutex_);
-    bool missing;
-    {
-      std::lock_guard lock(mutex_);
-      missing = !local_;
-    }
-    if (missing) {
-      auto made = StageArea::create(peer_.engine());
-      if (!made) {
-        op->add(part);
-        return op->part_done(part, made.status());
-      }
-      std::lock_guard lock(mutex_);
-      local_ = std::move(*made);
+    if (auto area = made(&StageEndpoint::local_); !area) {
+      op->add(part);
+      op->quiescent(*part);
+      return op->part_done(part, area.status());
     }
   }
   part->run();
@@ -145,27 +135,28 @@ void StageEndpoint::pump() {
   }
 }
 
-// ---- The owner
-
-Result<std::shared_ptr<StageArea>> StageEndpoint::our_area() {
+Result<StageEndpoint::Area> StageEndpoint::made(Area StageEndpoint::*which) {
   std::lock_guard making(area_mutex_);
   {
     std::lock_guard lock(mutex_);
-    if (area_) return area_;
+    if (this->*which) return this->*which;
   }
   TM_ASSIGN(auto area, StageArea::create(peer_.engine()));
   {
     std::lock_guard lock(mutex_);
-    if (!over_) return area_ = area;
+    if (!over_) return this->*which = area;
   }
-  (void)peer_.engine().deregister(area->region, Deadline::after_ms(0));
-  return peer_.session()->status();
+  (void)peer_.engine().deregister(area->region, Deadline::after_ms(0));  // session_over() has not seen it
+  TM_TRY(peer_.session()->status());
+  return Status(Code::closed, peer_.name() + " is being closed");
 }
+
+// ---- The owner
 
 void StageEndpoint::on_stage_open(rpc::Message, rpc::Responder responder) {
   auto shared = std::make_shared<rpc::Responder>(std::move(responder));
   peer_.engine().repair().post([this, peer = peer_.shared_from_this(), shared] {
-    auto area = our_area();
+    auto area = made(&StageEndpoint::area_);
     area ? shared->ok((*area)->region->descriptor()) : shared->fail(area.status());
     peer->engine().callbacks()->post([peer] {});  // perhaps the last reference
   });

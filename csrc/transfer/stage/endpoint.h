@@ -37,7 +37,8 @@ class StageEndpoint final : public TransportEndpoint {
  private:
   void on_stage_open(rpc::Message request, rpc::Responder responder);
   void on_stage(rpc::Message request, rpc::Responder responder);
-  Result<std::shared_ptr<StageArea>> our_area();
+  using Area = std::shared_ptr<StageArea>;
+  Result<Area> made(Area StageEndpoint::*which);  // area_ or local_, made by the first that asks
   void give_peer_slot(uint32_t slot);
   void pump();
 

@@ -45,9 +45,13 @@ void StageChunk::ask_owner() {
   if (!part->begin_step(*this, false, nullptr, nullptr)) return part->chunk_over(*this, {});
   StageRequest request{part->op()->direction(), peer_slot, static_cast<RemoteRegionImpl&>(*remote).grant(), {}};
   for (auto& extent : extents) request.pieces.push_back({extent.remote_offset, extent.nbytes});
-  part->op()->peer().session()->call(
-      kStage, request.encode(), Deadline::never(),
-      [self = shared_from_this()](Result<rpc::Message> answer) { self->next(answer.status()); });
+  part->op()->peer().session()->call(kStage, request.encode(), Deadline::never(),
+                                     [self = shared_from_this()](Result<rpc::Message> answer) {
+                                       auto& op = *self->part->op();
+                                       if (!answer && op.direction() == Direction::write && !op.peer().alive())
+                                         self->part->never_quiescent();
+                                       self->next(answer.status());
+                                     });
 }
 
 void StageChunk::run_inner() {
@@ -166,12 +170,28 @@ void StagePart::chunk_over(StageChunk& chunk, const Status& status, OpImplPtr in
   auto self = shared_from_this();
   auto held = chunk.shared_from_this();
   if (!status) stop(status);
+  if (inner && inner->direction() == Direction::write && !chunk.area) {
+    {
+      std::lock_guard lock(mutex_);
+      ++landing_;
+    }
+    inner->when_quiescent([self] {
+      std::unique_lock lock(self->mutex_);
+      --self->landing_;
+      self->settle(std::move(lock));
+    });
+  }
   endpoint_.chunk_over(chunk, std::move(inner));
   std::unique_lock lock(mutex_);
   live_.erase(held);
   touching_ -= std::exchange(chunk.touching, false);
   if (!stopped_) op_->add_bytes_done(chunk.nbytes);
   settle(std::move(lock));
+}
+
+void StagePart::never_quiescent() {
+  std::lock_guard lock(mutex_);
+  ++landing_;
 }
 
 void StagePart::stop(const Status& why) {
@@ -196,9 +216,10 @@ void StagePart::settle(std::unique_lock<std::mutex> lock) {
   bool rests = live_.empty() && (stopped_ || batch_ == batches_.size());
   bool tell = !told_ && (rests || (stopped_ && touching_ == 0));
   if (tell) told_ = true;
+  bool settled = rests && landing_ == 0;
   Status status = status_;
   lock.unlock();
-  if (rests) op_->quiescent(*this);
+  if (settled) op_->quiescent(*this);
   if (tell) op_->part_done(shared_from_this(), status);
 }
 

@@ -58,6 +58,8 @@ class StagePart final : public Part, public std::enable_shared_from_this<StagePa
   // Leave to begin a step; false: the part has been stopped.
   bool begin_step(StageChunk& chunk, bool touching, OpImplPtr inner, MovePtr move);
   void step_over(StageChunk& chunk);
+  // A write of the owner that is never answered: nobody will know when its last byte has landed.
+  void never_quiescent();
   // `inner`: an inner write that failed; the owner's slot is free when nothing of it can land there any more.
   void chunk_over(StageChunk& chunk, const Status& status, OpImplPtr inner = nullptr);
 
@@ -75,6 +77,7 @@ class StagePart final : public Part, public std::enable_shared_from_this<StagePa
   uint64_t at_ = 0;
   std::set<StageChunkPtr> live_;
   uint32_t touching_ = 0;
+  uint32_t landing_ = 0;  // inner writes that failed, and whose bytes may still land in the peer's region
   bool stopped_ = false, told_ = false;
   Status status_;
 };

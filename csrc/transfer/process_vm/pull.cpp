@@ -158,15 +158,18 @@ void PullPart::run(std::string request) {
     if (state_ == State::over) return;
     state_ = State::sending;
   }
-  op_->peer().session()->call(kPull, std::move(request), Deadline::never(), [self](Result<rpc::Message> answer) {
-    auto& op = *self->op_;
-    if (answer) {
-      op.add_bytes_done(self->nbytes_);
-      op.peer().engine().metrics().bytes("process_vm", self->nbytes_, 0);
-    }
-    if (answer || op.peer().alive()) op.quiescent(*self);  // whatever it says, the target writes no more
-    op.part_done(self, answer.status());
-  });
+  op_->peer().session()->call(
+      kPull, std::move(request), Deadline::never(),
+      [self](Result<rpc::Message> answer) {
+        auto& op = *self->op_;
+        if (answer) {
+          op.add_bytes_done(self->nbytes_);
+          op.peer().engine().metrics().bytes("process_vm", self->nbytes_, 0);
+        }
+        if (answer || op.peer().alive()) op.quiescent(*self);  // whatever it says, the target writes no more
+        op.part_done(self, answer.status());
+      },
+      {}, nbytes_ <= Pull::kInlineBytes);
   std::optional<Status> why;
   {
     std::lock_guard lock(mutex_);

@@ -106,11 +106,11 @@ struct BulkFrame {
   std::string body;
   std::vector<iovec> payload;
   std::function<void(const Status&)> sent;
+  std::shared_ptr<void> keep;
+  Priority priority = Priority::foreground;
   // The kernel has the last byte, but reads it from `payload` until `sent` comes, a round trip later perhaps: it is
   // time for the next frame. Not called where `sent` comes at once, or where the lane dies first.
   std::function<void()> taken{};
-  std::shared_ptr<void> keep;
-  Priority priority = Priority::foreground;
 };
 
 // A rail is a pair of a local and a remote NIC, told by the addresses of a connection's two ends without their ports:

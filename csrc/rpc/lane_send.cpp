@@ -168,6 +168,7 @@ void LaneImpl::finish_frame(std::unique_ptr<OutFrame> frame, const Status& statu
   auto tell = [shared, status] {
     if (shared->sent) shared->sent(status);
     shared->sent = nullptr;
+    shared->taken = nullptr;
     shared->keep = nullptr;
   };
   if (!reactor_->post(tell)) tell();

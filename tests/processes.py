@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,29 @@ def processes_with(text: str) -> list[int]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has taken hold of every thread: a process runs on for a moment after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: all(_state(task) in "TZ" for task in Path(f"/proc/{pid}/task").glob("*/stat")))
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still for the time of the block."""
+    try:
+        stop(pid)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 class PoolEnv:

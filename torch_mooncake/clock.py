@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 
+from torch_mooncake.errors import InvalidArgument
+
 NEVER = (1 << 63) - 1
 
 
 def deadline_ns(timeout: float | None) -> int:
-    """The steady-clock time ``timeout`` seconds from now; None: never. ValueError for NaN."""
+    """The steady-clock time ``timeout`` seconds from now; None: never. InvalidArgument for NaN."""
     if timeout is None:
         return NEVER
     if timeout != timeout:
-        raise ValueError("timeout is NaN")
+        raise InvalidArgument("timeout is NaN")
     return min(NEVER, time.monotonic_ns() + int(min(max(timeout, 0.0), 9e9) * 1e9))
 
 

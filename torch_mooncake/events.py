@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from torch_mooncake.clock import deadline_ns, seconds_left
-from torch_mooncake.errors import Closed, DeadlineExceeded, PoolUnavailable
+from torch_mooncake.errors import Closed, DeadlineExceeded, Error
 
 if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
 
-_POLL_S = 10.0
+T = TypeVar("T")
+_POLL_S = 30.0
+_ANSWER_S = 2.0  # the pool has so long to answer, however short the timeout
+_RETRY_S = 0.5
 
 
 class Event(NamedTuple):
@@ -49,7 +52,7 @@ class Subscription:
         self._names: dict[bytes, str] = {}  # of the keys that are there, by hash
         self._seq = 0
         self._started = False
-        self._closed = threading.Event()
+        self.closed = threading.Event()
 
     @property
     def keys(self) -> set[str]:
@@ -57,11 +60,18 @@ class Subscription:
         return set(self._names.values())
 
     def get(self, timeout: float | None = 30) -> list[Event]:
-        """The next events, at least one; DeadlineExceeded if none comes in time. Errors of the pool are raised, and
-        nothing is lost by them: call again."""
+        """The next events, at least one; DeadlineExceeded if none comes within ``timeout`` seconds. 0: those that are
+        there, None: however long it takes; the pool's answer may take two seconds in any case. Errors of the pool are
+        raised, and nothing is lost by them: call again. InvalidArgument for NaN, Closed after ``close``."""
         deadline = deadline_ns(timeout)
-        while not self._closed.is_set():
-            events = self._ask(deadline)
+        answer_by = max(deadline, deadline_ns(_ANSWER_S))
+        while not self.closed.is_set():
+            try:
+                events = self._ask(deadline, answer_by)
+            except DeadlineExceeded:
+                if time.monotonic_ns() >= deadline:
+                    raise
+                continue
             if events:
                 return events
             if time.monotonic_ns() >= deadline:
@@ -69,18 +79,13 @@ class Subscription:
         raise Closed("the subscription is closed")
 
     def __iter__(self) -> Iterator[Event]:
-        """All events, until ``close``. While the pool is unavailable it waits."""
-        while not self._closed.is_set():
-            try:
-                yield from self.get(_POLL_S)
-            except (DeadlineExceeded, PoolUnavailable):
-                continue
-            except Closed:
-                return
+        """All events, until ``close``, of this or of the pool. While the pool is out of reach it waits."""
+        for events in rounds(self.get, self.closed):
+            yield from events
 
     def close(self) -> None:
         """Iteration ends within some seconds: a question under way is not called back."""
-        self._closed.set()
+        self.closed.set()
 
     def __enter__(self) -> Subscription:
         return self
@@ -88,28 +93,28 @@ class Subscription:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _ask(self, deadline: int) -> list[Event]:
+    def _ask(self, deadline: int, answer_by: int) -> list[Event]:
         from torch_mooncake import _core
 
         wait_s = min(seconds_left(deadline), 2.0) if self._started else 0.0
-        until = deadline_ns(wait_s + 10)  # for the answer
+        until = min(answer_by, deadline_ns(wait_s + 10))
         client = self._pool._client(until)
         stream, last, anew, changes = _core.key_events(
             client, self._stream, self._after, self.prefix, int(wait_s * 1000), until
         )
         if anew:
             if stream == 0:  # the directory is being rebuilt: what is there is not known yet
-                time.sleep(min(0.2, seconds_left(deadline)))
+                self.closed.wait(min(0.2, seconds_left(deadline)))
                 return []
-            return self._look(client, stream, last)
+            return self._look(client, stream, last, answer_by)
         self._after = last
         return [event for change in changes if (event := self._event(*change)) is not None]
 
-    def _look(self, client: Any, stream: int, last: int) -> list[Event]:
+    def _look(self, client: Any, stream: int, last: int, answer_by: int) -> list[Event]:
         """All keys anew. Changes after ``last`` are told by the stream, also those that this look has seen."""
         from torch_mooncake import _core
 
-        keys = self._pool.keys(self.prefix)
+        keys = self._pool.keys(self.prefix, timeout=seconds_left(answer_by))
         names = dict(zip(_core.key_hashes(client, keys), keys, strict=True))
         events = [self._next("cleared", "", None)] if self._started else []
         events += [self._next("stored", key, None) for key in keys]
@@ -130,4 +135,22 @@ class Subscription:
         return Event(self._seq - 1, kind, key, version, "cpu")
 
 
-__all__ = ["Event", "Subscription"]
+def rounds(get: Callable[[float], list[T]], closed: threading.Event) -> Iterator[list[T]]:
+    """What ``get(timeout)`` returns, again and again, until ``closed`` is set or the pool is closed. Errors that pass
+    are waited out; the others are raised."""
+    while not closed.is_set():
+        try:
+            found = get(_POLL_S)
+        except DeadlineExceeded:
+            continue
+        except Closed:
+            return
+        except Error as error:
+            if not error.retryable:
+                raise
+            closed.wait(_RETRY_S)
+        else:
+            yield found
+
+
+__all__ = ["Event", "Subscription", "rounds"]

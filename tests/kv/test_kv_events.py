@@ -18,6 +18,7 @@ from caches import SIZE, prefill_cache
 from processes import eventually
 
 import torch_mooncake as tm
+from torch_mooncake import _core
 from torch_mooncake.kv import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored
 from torch_mooncake.kv.events import encode_batch
 
@@ -70,6 +71,9 @@ class Subscriber:
 
     def replay(self, first: int) -> list[tuple[int, KVEventBatch]]:
         self.dealer.send_multipart((b"", first.to_bytes(8, "big")))
+        return self.answer()
+
+    def answer(self) -> list[tuple[int, KVEventBatch]]:
         out = []
         while True:
             _, seq, payload = self.dealer.recv_multipart()
@@ -186,6 +190,45 @@ def test_a_lost_directory_is_cleared_and_told_anew(pool_env, listen):
         subscriber = listen(out)
         assert eventually(lambda: set(state_of(subscriber.replay(0))) == {1, 3}, 20)
         assert any(isinstance(e, AllBlocksCleared) for _, b in subscriber.replay(0) for e in b.events)
+        assert out.error is None
+
+
+def test_what_is_no_page_is_not_told(pool, listen):
+    """Whatever lies under a page's key, put by whoever."""
+    kv = pool.kv("m", prefill_cache())
+    odd = [
+        {"block_size": SIZE, "parent": "zz"},
+        {"block_size": SIZE, "parent": "b0"},
+        {"block_size": SIZE, "tokens": b"1234567"},
+        {"block_size": "four"},
+        {"block_size": 1 << 63},
+        None,
+    ]
+    with publisher(pool) as out:
+        for i, meta in enumerate(odd):
+            pool.put(kv.key(i), torch.zeros(3), sealed=True, meta=meta)
+        client = pool._client(1 << 62)
+        for i, head in enumerate((b"junk", b"\0" * 40)):  # as by a program of another language
+            client.put(kv.key(100 + i), head, (b"bytes",), _core.PutOptions(sealed=True), 1 << 62)
+        kv.put_pages([b"page"], [0])
+        subscriber = listen(out)
+        assert eventually(lambda: b"page" in state_of(subscriber.replay(0)) or out.error)
+        assert out.error is None
+        assert set(state_of(subscriber.replay(0))) <= {b"page", 4}
+
+
+def test_a_replay_is_whole_however_slow_its_asker(pool, listen, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch_mooncake.kv.events._BATCH", 1)  # an event, a message
+    count = 5000
+    kv = pool.kv("m", prefill_cache())
+    with KVEventPublisher(pool, "tcp://127.0.0.1:0", replay=f"ipc://{tmp_path}/replay") as out:
+        kv.put_pages(list(range(count)), [0] * count)
+        assert eventually(lambda: out.next_seq == count)
+        slow, other = listen(out), listen(out)
+        slow.dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert slow.dealer.poll(10_000)
+        assert [seq for seq, _ in other.replay(0)] == list(range(count))  # while the slow one has read nothing
+        assert [seq for seq, _ in slow.answer()] == list(range(count))
         assert out.error is None
 
 

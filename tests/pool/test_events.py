@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from processes import PoolEnv, eventually
+from processes import PoolEnv, eventually, stopped
 
 import torch_mooncake as tm
 from torch_mooncake.events import Event, Subscription
+from torch_mooncake.kv import KVEvents
 
 
 def drain(subscription: Subscription, quiet: float = 0.7) -> list[Event]:
@@ -136,6 +139,77 @@ def test_the_command_line_prints_events(pool: tm.Pool) -> None:
         assert json.loads(lines.readline())["kind"] == "removed"
         listening.send_signal(signal.SIGINT)
         assert listening.wait(15) == 130
+
+
+def test_a_timeout_is_what_it_says(pool: tm.Pool, pool_env: PoolEnv) -> None:
+    pool.put("a", b"1")
+    with pool.subscribe() as subscription:
+        assert told(subscription.get(0)) == [("stored", "a")]  # what is there, also in no time
+        for nothing in (0, -1, 0.05):
+            with pytest.raises(tm.DeadlineExceeded):
+                subscription.get(nothing)
+        with pytest.raises(tm.InvalidArgument, match="NaN"):
+            subscription.get(float("nan"))
+        pool.put("b", b"1")
+        assert told(subscription.get(None)) == [("stored", "b")]
+        with stopped(pool_env.worker()):
+            started = time.monotonic()
+            with pytest.raises(tm.DeadlineExceeded):
+                subscription.get(0.1)
+            assert time.monotonic() - started < 6  # the answer's two seconds
+        pool.put("c", b"1")
+        assert told(subscription.get()) == [("stored", "c")]
+
+
+class Listening(threading.Thread):
+    """Iterates on a thread of its own; what ended it, if it was not ``close``, is in ``error``."""
+
+    def __init__(self, events: Iterable[Any]) -> None:
+        super().__init__(daemon=True)
+        self.events, self.heard, self.error = events, [], None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for event in self.events:
+                self.heard.append(event)
+        except Exception as error:
+            self.error = error
+
+
+def frames(thread: threading.Thread) -> list[str]:
+    """The functions that a thread is in."""
+    return [name for _, _, name, _ in traceback.extract_stack(sys._current_frames().get(thread.ident or 0))]
+
+
+def test_an_iterator_goes_on_when_its_node_was_lost(pool: tm.Pool, pool_env: PoolEnv) -> None:
+    subscription = pool.subscribe()
+    listening = Listening(subscription)
+    pool.put("a", b"1")
+    assert eventually(lambda: [event.key for event in listening.heard] == ["a"])
+    for pid in pool_env.nodes():
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: any(event.kind == "cleared" for event in listening.heard), 20)
+    pool.put("b", b"1")
+    assert eventually(lambda: listening.heard[-1].key == "b")
+    assert listening.error is None
+    subscription.close()
+    listening.join(15)
+    assert not listening.is_alive()
+
+
+@pytest.mark.parametrize("kind", [Subscription, KVEvents])
+def test_close_ends_an_iterator_that_waits(pool: tm.Pool, kind: Any) -> None:
+    events = kind(pool)
+    listening = Listening(events)
+    assert eventually(lambda: any("_ask" in name for name in frames(listening)))
+    events.close()
+    events.close()
+    listening.join(15)
+    assert not listening.is_alive()
+    assert listening.error is None
+    with pytest.raises(tm.Closed):
+        events.get(1)
 
 
 def test_a_closed_subscription_says_so(pool: tm.Pool) -> None:

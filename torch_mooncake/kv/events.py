@@ -15,14 +15,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from torch_mooncake.clock import deadline_ns, seconds_left
-from torch_mooncake.errors import DeadlineExceeded, Error, InvalidArgument, KeyNotFound
-from torch_mooncake.events import Event, Subscription
+from torch_mooncake.errors import Closed, Corrupt, Error, InvalidArgument
+from torch_mooncake.events import Event, Subscription, rounds
 from torch_mooncake.kv.hashing import PageHash, hash_of_name
 from torch_mooncake.kv.pool_kv import PREFIX, PageKey, page_meta
 from torch_mooncake.tensors import Decoded
@@ -61,9 +61,10 @@ KVEvent = KVStored | KVRemoved | KVCleared
 
 
 class KVEvents:
-    """An iterator over the pool's KV events, of one namespace or of all. First what is there. One thread at a time.
+    """An iterator over the pool's KV events, of one namespace or of all. First what is there. One thread at a time;
+    ``close`` from any.
 
-    What was put and has gone again before it could be described is not told at all.
+    What was put and has gone again before it could be described, and what is no page, is not told at all.
     """
 
     def __init__(self, pool: Pool, namespace: str | None = None) -> None:
@@ -73,24 +74,33 @@ class KVEvents:
         self.stored: OrderedDict[str, KVStored] = OrderedDict()  # what has been told and not taken back, by key
 
     def get(self, timeout: float | None = 30) -> list[KVEvent]:
-        """The next events, at least one; DeadlineExceeded if none comes in time. After another error call again:
-        nothing is lost."""
+        """The next events, at least one; DeadlineExceeded if none comes within ``timeout`` seconds (0: those that are
+        there; None: however long it takes), see ``Subscription.get``. After another error call again: nothing is lost.
+        InvalidArgument for NaN, Closed after ``close``."""
         deadline = deadline_ns(timeout)
         while True:
             if not self._pending:
                 self._pending = self._subscription.get(seconds_left(deadline))
-            described = self._describe([event.key for event in self._pending if event.kind == "stored"])
+            described = self._describe([event.key for event in self._pending if event.kind == "stored"], deadline)
             out = [told for event in self._pending if (told := self._told(event, described)) is not None]
             self._pending = []
             if out:
                 return out
 
     def __iter__(self) -> Iterator[KVEvent]:
-        while True:
-            try:
-                yield from self.get(10)
-            except DeadlineExceeded:
-                continue
+        """All events, until ``close``, of this or of the pool. While the pool is out of reach it waits."""
+        for events in rounds(self.get, self._subscription.closed):
+            yield from events
+
+    def close(self) -> None:
+        """Iteration ends within some seconds: a question under way is not called back. Idempotent."""
+        self._subscription.close()
+
+    def __enter__(self) -> KVEvents:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _told(self, event: Event, described: dict[str, KVStored]) -> KVEvent | None:
         if event.kind == "cleared":
@@ -103,26 +113,31 @@ class KVEvents:
         before = self.stored.pop(event.key, None)
         return None if before is None else KVRemoved(before.namespace, before.page_hash, before.medium)
 
-    def _describe(self, keys: list[str]) -> dict[str, KVStored]:
+    def _describe(self, keys: list[str], deadline: int) -> dict[str, KVStored]:
         """Those that are there and are pages."""
         names = {key: name for key in keys if (name := PageKey.parse(key)) is not None}
         keys = [key for key, name in names.items() if self._namespace in (None, name.namespace)]
-        deadline = deadline_ns(30)
+        deadline = max(deadline, deadline_ns(2))  # for the answer, also without a timeout
         found = self._pool._client(deadline).locate_many(keys, deadline) if keys else []
         described = {}
         for key, item in zip(keys, found, strict=True):
-            if isinstance(item, KeyNotFound):
-                continue
-            if isinstance(item, Exception):
+            if isinstance(item, Error) and item.retryable:
                 raise item
-            meta = page_meta(Decoded(item.meta, item.nbytes, lambda offset, nbytes: b"").user)
-            if meta is None:
-                continue
-            parent = None if meta.parent is None else hash_of_name(meta.parent)
-            described[key] = KVStored(
-                names[key].namespace, names[key].page_hash, parent, meta.token_ids(), meta.block_size, "cpu"
-            )
+            if not isinstance(item, Exception) and (stored := _stored(names[key], item)) is not None:
+                described[key] = stored
         return described
+
+
+def _stored(name: PageKey, found: Any) -> KVStored | None:
+    """None: whoever put it did not describe it as a page."""
+    try:
+        meta = page_meta(Decoded(found.meta, found.nbytes, lambda offset, nbytes: b"").user)
+        if meta is None:
+            return None
+        parent = None if meta.parent is None else hash_of_name(meta.parent)
+        return KVStored(name.namespace, name.page_hash, parent, meta.token_ids(), meta.block_size, "cpu")
+    except (Corrupt, ValueError):
+        return None
 
 
 def encode_batch(
@@ -193,14 +208,22 @@ def _rfc_map(event: KVEvent, event_id: int, ts: float, backend_id: str) -> dict[
     return out
 
 
+@dataclass
+class _Asker:
+    """Somebody at the ROUTER: the numbers it wants messages from, and what is left of the answer under way."""
+
+    wanted: deque[int] = field(default_factory=lambda: deque(maxlen=1024))
+    answer: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+
+
 class KVEventPublisher:
     """KV events over ZMQ, as vLLM publishes its own: PUB frames (topic, sequence number as 8 bytes big-endian,
     payload), and a ROUTER that sends again what a subscriber has missed.
 
     A request to the ROUTER is (empty, first wanted number); the answers are (empty, number, payload), then (empty, -1,
-    empty). Of ``buffer_steps`` messages what was sent is sent again; who wants older ones gets the whole state under
-    the last number: cleared, then all pages. The publisher's thread follows the pool by itself, through losses of the
-    directory, too. Needs pyzmq. ``close`` ends it.
+    empty), all of them, as fast as the asker takes them. Of ``buffer_steps`` messages what was sent is sent again; who
+    wants older ones gets the whole state under the last number: cleared, then all pages. The publisher's thread follows
+    the pool by itself, through losses of the directory, too. Needs pyzmq. ``close`` ends it.
     """
 
     def __init__(
@@ -235,6 +258,7 @@ class KVEventPublisher:
             self.endpoint = _bind(self._pub, endpoint)
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.LINGER, 0)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says that an asker's queue is full; drops nothing
             self.replay = None if replay is None else _bind(self._router, replay)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -254,6 +278,7 @@ class KVEventPublisher:
     def close(self) -> None:
         """Ends the threads (within some seconds) and the sockets. Idempotent."""
         self._stop.set()
+        self._events.close()
         for thread in self._threads:
             thread.join()
         self._context.destroy(linger=0)
@@ -266,18 +291,11 @@ class KVEventPublisher:
 
     def _publish(self) -> None:
         try:
-            while not self._stop.is_set():
-                try:
-                    events = self._events.get(1)
-                except DeadlineExceeded:
-                    continue
-                except Error as error:
-                    if not error.retryable:
-                        raise
-                    self._stop.wait(0.2)
-                    continue
+            for events in rounds(self._events.get, self._stop):
                 for at in range(0, len(events), _BATCH):
                     self._send(events[at : at + _BATCH])
+            if not self._stop.is_set():
+                raise Closed("the pool was closed")
         except Exception as error:
             self.error = error
             raise
@@ -300,15 +318,32 @@ class KVEventPublisher:
         return encode_batch(events, shape=self._shape, ts=time.time(), first_id=first_id, backend_id=self._backend_id)
 
     def _replay(self) -> None:
+        askers: dict[bytes, _Asker] = {}
         while not self._stop.is_set():
-            if not self._router.poll(200):
-                continue
-            frames = self._router.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a request; the asker's time runs out
-            for seq, payload in self._missed(int.from_bytes(frames[2], "big")):
-                self._router.send_multipart((frames[0], b"", seq.to_bytes(8, "big"), payload))
-            self._router.send_multipart((frames[0], b"", _END, b""))
+            if self._router.poll(20 if askers else 200):
+                who, *request = self._router.recv_multipart()
+                if len(request) == 2 and len(request[1]) == 8:  # else no request; the asker's time runs out
+                    askers.setdefault(who, _Asker()).wanted.append(int.from_bytes(request[1], "big"))
+            for who, asker in list(askers.items()):
+                if self._answered(who, asker):
+                    del askers[who]
+
+    def _answered(self, who: bytes, asker: _Asker) -> bool:
+        """Sends what the asker's queue has room for. True: it has everything, or is gone."""
+        import zmq
+
+        while asker.answer or asker.wanted:
+            if not asker.answer:
+                asker.answer += [(n.to_bytes(8, "big"), data) for n, data in self._missed(asker.wanted.popleft())]
+                asker.answer.append((_END, b""))
+            try:
+                self._router.send_multipart((who, b"", *asker.answer[0]), zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            except zmq.ZMQError:
+                return True
+            asker.answer.popleft()
+        return True
 
     def _missed(self, first: int) -> list[tuple[int, bytes]]:
         with self._lock:

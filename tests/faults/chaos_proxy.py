@@ -118,7 +118,11 @@ class Proxy:
                 if self.refusing:
                     _reset(client)
                     continue
-                server = socket.create_connection(self.target)
+                try:
+                    server = socket.create_connection(self.target)
+                except OSError:  # the target is gone
+                    _reset(client)
+                    continue
                 for s in (client, server):
                     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self.links.append(Link(client, server))

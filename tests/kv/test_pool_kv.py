@@ -11,7 +11,7 @@ from caches import LAYERS, SIZE, decode_cache, prefill_cache
 import torch_mooncake as tm
 from torch_mooncake import _core
 from torch_mooncake.kv import PagedKV, PoolKV, hash_name
-from torch_mooncake.kv.pool_kv import PageKey, page_meta
+from torch_mooncake.kv.page_keys import PageKey, page_meta
 
 PROMPT = list(range(100, 100 + 5 * SIZE + 2))  # five full pages and two tokens
 

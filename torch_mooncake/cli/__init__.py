@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print one JSON document")
     common.add_argument("--address", metavar="HOST:PORT", help="node to use (default: this host's)")
     common.add_argument("--pool", help="name of this host's pool (TM_POOL)")
-    common.add_argument("--timeout", type=float, default=30, metavar="SECONDS", help="deadline of the whole command")
+    common.add_argument(
+        "--timeout", type=seconds, default=30, metavar="SECONDS", help="deadline of the whole command, beyond --wait"
+    )
 
     parser = argparse.ArgumentParser(
         prog="torch-mooncake",
@@ -64,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     for module in (node, top, doctor, objects, copy, events):
         module.add_commands(commands, common)
     return parser
+
+
+def seconds(text: str) -> float:
+    """A duration, for argparse: 0 or more; "inf" is for ever."""
+    value = float(text)
+    if not value >= 0:
+        raise ValueError(text)
+    return value
 
 
 def emit(args: argparse.Namespace, document: Any, text: str) -> None:
@@ -86,4 +96,4 @@ def run() -> None:
     sys.exit(main())
 
 
-__all__ = ["EXIT_ERROR", "EXIT_MISSING", "emit", "human", "main", "run"]
+__all__ = ["EXIT_ERROR", "EXIT_MISSING", "emit", "human", "main", "run", "seconds"]

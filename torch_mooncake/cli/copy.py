@@ -18,10 +18,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from torch_mooncake.cli import emit, human
-from torch_mooncake.cli.objects import connect, located, show
-from torch_mooncake.clock import deadline_ns
-from torch_mooncake.errors import DeadlineExceeded, InvalidArgument, KeyNotFound
+from torch_mooncake.cli import emit, human, seconds
+from torch_mooncake.cli.objects import connect, located, show, until
+from torch_mooncake.errors import Corrupt, DeadlineExceeded, InvalidArgument, KeyNotFound
 from torch_mooncake.tensors import Array, Bytes, Tensor, Text, leaf_nbytes
 
 _CHUNK = 64 << 20
@@ -32,8 +31,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     get = commands.add_parser("get", parents=[common], help="write an object to a file, or say what it is")
     get.add_argument("key", help="for a .safetensors file: the prefix of the keys that go into it")
     get.add_argument("-o", "--out", metavar="FILE", help="write it here (- is stdout; .npy and .safetensors as such)")
-    get.add_argument("--wait", type=float, metavar="SECONDS", help="wait for the key to appear")
-    get.set_defaults(run=_get)
+    get.add_argument("--wait", type=seconds, metavar="SECONDS", help="wait for the key to appear")
+    get.set_defaults(run=_get, refuse=get.error)
 
     put = commands.add_parser("put", parents=[common], help="store a file's bytes, array (.npy) or .safetensors")
     put.add_argument("key", help="for a .safetensors file: the prefix of its tensors' keys")
@@ -41,7 +40,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     put.add_argument("--sealed", action="store_true", help="the key names its content")
     put.add_argument("--if-exists", choices=("replace", "keep", "error"), default="replace")
     put.add_argument("--version", help="label of this version")
-    put.add_argument("--ttl", type=float, metavar="SECONDS", help="missing after so long")
+    put.add_argument("--ttl", type=seconds, metavar="SECONDS", help="missing after so long")
     put.add_argument("--replicas", default="1", metavar="N", help='copies on different hosts; "<=N" makes do with less')
     put.set_defaults(run=_put)
 
@@ -75,11 +74,13 @@ def _get(args: argparse.Namespace) -> None:
     if args.out is None:
         return show(args)
     if args.out.endswith(".safetensors"):
+        if args.wait is not None:
+            args.refuse("--wait is for one key, and a .safetensors file holds those under a prefix")
         with connect(args) as pool:
             nbytes = pool.export_safetensors(args.key, args.out, timeout=args.timeout)
         emit(args, {"prefix": args.key, "nbytes": nbytes}, "")
         return None
-    deadline = deadline_ns(args.timeout)
+    deadline = until(args)
     with connect(args) as pool:
         while True:
             client, found, description = located(pool, args.key, deadline, args.wait)
@@ -93,12 +94,14 @@ def _get(args: argparse.Namespace) -> None:
                     data = bytearray(leaf_nbytes(leaf))
                     if data:
                         client.read(found, leaf.offset, [data], deadline)
-                    np.save(args.out, _as_array(leaf, data))
+                    with _replacing(args.out) as out:
+                        np.save(out, _as_array(leaf, data))
                 elif args.out == "-":
                     _write(client, found, leaf, sys.stdout.buffer, deadline)
                     sys.stdout.buffer.flush()
                 else:
-                    _to_file(client, found, leaf, args.out, deadline)
+                    with _replacing(args.out) as out:
+                        _write(client, found, leaf, out, deadline)
                 break
             except KeyNotFound:  # replaced while it was read: what has left us cannot be taken back
                 if args.out == "-" or time.monotonic_ns() >= deadline:
@@ -121,20 +124,21 @@ def _write(client: Any, found: Any, leaf: Flat, out: IO[bytes], deadline: int) -
     progress.close()
 
 
-def _to_file(client: Any, found: Any, leaf: Flat, path: str, deadline: int) -> None:
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[IO[bytes]]:
     """The file is there whole or not at all. What is no regular file (a device, a pipe) is written to as it is."""
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "wb") as out:
-            return _write(client, found, leaf, out, deadline)
+            yield out
+        return
     fresh = f"{path}.{os.getpid()}.part"
     try:
         with open(fresh, "wb") as out:
-            _write(client, found, leaf, out, deadline)
+            yield out
         os.replace(fresh, path)
     except BaseException:
         Path(fresh).unlink(missing_ok=True)
         raise
-    return None
 
 
 def _as_array(leaf: Flat, data: bytearray) -> np.ndarray:
@@ -171,6 +175,18 @@ def _read_all(file: IO[bytes]) -> bytearray:
     return data
 
 
+def _array_in(path: str) -> np.ndarray:
+    """The array of an .npy file. Corrupt, whatever else it holds."""
+    with open(path, "rb") as file:
+        try:
+            return np.lib.format.read_array(file, allow_pickle=False)
+        except OSError:
+            raise
+        except Exception as error:  # numpy has no list of what it says to bytes that are not its own
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise Corrupt(f"{path} is not an .npy file of numbers: {why}") from None
+
+
 def _put(args: argparse.Namespace) -> None:
     options = {
         "sealed": args.sealed,
@@ -186,7 +202,10 @@ def _put(args: argparse.Namespace) -> None:
             emit(args, {"keys": keys}, f"{len(keys)} tensors")
             return
         if args.file.endswith(".npy"):
-            result = pool.put(args.key, np.load(args.file, allow_pickle=False), **options)
+            try:
+                result = pool.put(args.key, _array_in(args.file), **options)
+            except TypeError as error:
+                raise InvalidArgument(f"{args.file}: {error}") from None
         else:
             with _file_bytes(args.file) as data:
                 result = pool.put(args.key, data, **options)

@@ -7,12 +7,15 @@ import os
 import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_mooncake.cli import emit, human
+from torch_mooncake.cli import emit, human, seconds
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
-from torch_mooncake.errors import Closed, DeadlineExceeded, IoError, PeerLost, PoolUnavailable
+from torch_mooncake.errors import DeadlineExceeded, IoError, PeerLost, PoolUnavailable
+
+if TYPE_CHECKING:
+    from torch_mooncake.pool import Pool
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -35,8 +38,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="the leader's address, the same on every node: the node whose host name it has is the leader",
     )
-    parser.add_argument("--linger", type=float, default=-1, metavar="SECONDS", help="exit when unused so long (never)")
-    parser.add_argument("--drain", type=float, metavar="SECONDS", help="the longest that it takes to leave (30)")
+    parser.add_argument(
+        "--linger", type=_linger, default=-1, metavar="SECONDS", help="exit when unused so long (never)"
+    )
+    parser.add_argument("--drain", type=seconds, metavar="SECONDS", help="the longest that it takes to leave (30)")
     parser.add_argument("--host-id", help="name of this host (TM_HOST_ID)")
     parser.add_argument(
         "--http", metavar="HOST:PORT", help="serve /healthz, /readyz and /metrics here, e.g. 127.0.0.1:9400"
@@ -47,6 +52,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "drain", parents=[common], help="have a node leave the pool, and wait until it has; 0 once it is gone"
     )
     drain.set_defaults(run=_drain)
+
+
+def _linger(text: str) -> float:
+    """Below 0: never."""
+    return -1.0 if text.startswith("-") else seconds(text)
 
 
 def is_this_host(address: str, hostname: str | None = None) -> bool:
@@ -88,20 +98,47 @@ def _drain(args: argparse.Namespace) -> None:
     from torch_mooncake.cli.objects import connect
 
     until = deadline_ns(args.timeout)
-    last: dict[str, Any] = {}
     with connect(args, monitor=True) as pool:
-        client = pool._client(until)
-        last = client.stat(until, here=True)["nodes"][0]
-        client.drain(until)
+        node = _stat_here(pool, until)
+        pool._client(until).drain(until)
+        told = f"{human(node['used_bytes'])} are in use there"
         while True:
             try:
-                last = client.stat(min(until, deadline_ns(2)), here=True)["nodes"][0]
-            except (PeerLost, IoError, Closed, PoolUnavailable, DeadlineExceeded):
-                if not client.alive:
+                now = _stat_here(pool, min(until, deadline_ns(2)))
+            except (PeerLost, IoError, PoolUnavailable, DeadlineExceeded) as error:
+                if nobody_listens(pool.config.address):
                     break
+                told = f"it does not answer ({error})"
+            else:
+                if now["id"] != node["id"]:
+                    break  # another node, in its place
+                told = f"{human(now['used_bytes'])} are in use there"
             if seconds_left(until) <= 0:
-                raise DeadlineExceeded(f"the node is still leaving: {human(last['used_bytes'])} are in use there")
+                raise DeadlineExceeded(f"the node has not left: {told}")
             if sys.stderr.isatty():
-                print(f"\rleaving: {human(last['used_bytes'])} in use", end="", file=sys.stderr)
+                print(f"\rleaving: {told}\x1b[K", end="", file=sys.stderr)
             time.sleep(0.05)
-    emit(args, {"node": last["id"], "address": last["address"]}, f"{last['address']} has left the pool")
+    emit(args, {"node": node["id"], "address": node["address"]}, f"{node['address']} has left the pool")
+
+
+def _stat_here(pool: Pool, deadline: int) -> dict[str, Any]:
+    found: dict[str, Any] = pool._client(deadline).stat(deadline, here=True)["nodes"][0]
+    return found
+
+
+def nobody_listens(address: str) -> bool:
+    """Whether the host at ``address`` says that no process has it: a node's keeper listens for as long as the node is
+    there, also between two workers. No answer is no."""
+    kind, _, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    try:
+        if kind == "unix":
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(place)
+        else:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except OSError:
+        return False
+    return False

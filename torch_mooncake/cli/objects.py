@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from torch_mooncake.cli import EXIT_MISSING, emit, human
+from torch_mooncake.cli import EXIT_ERROR, EXIT_MISSING, emit, human, seconds
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.config import Config
-from torch_mooncake.errors import IoError, PeerLost, PoolUnavailable
+from torch_mooncake.errors import Error, IoError, KeyNotFound, PeerLost, PoolUnavailable
 from torch_mooncake.objects import Description, describe
 from torch_mooncake.pool import Pool
 from torch_mooncake.tensors import Array, Bytes, Leaf, Sharded, Tensor, build
@@ -31,7 +31,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
     info = commands.add_parser("info", parents=[common], help="version, size and kind of an object, without reading it")
     info.add_argument("key")
-    info.add_argument("--wait", type=float, metavar="SECONDS", help="wait for the key to appear")
+    info.add_argument("--wait", type=seconds, metavar="SECONDS", help="wait for the key to appear")
     info.set_defaults(run=show)
 
     stat = commands.add_parser("stat", parents=[common], help="memory and counts of the pool")
@@ -67,7 +67,8 @@ def connect(args: argparse.Namespace, *, monitor: bool = False, start: bool = Fa
 
 
 def located(pool: Pool, key: str, deadline: int, wait: float | None = None) -> tuple[Any, Any, Description]:
-    """(client, object, description). KeyNotFound, or DeadlineExceeded after ``wait`` seconds."""
+    """(client, object, description). KeyNotFound, or DeadlineExceeded after ``wait`` seconds, which ``deadline`` has
+    room for: see ``until``."""
     client = pool._client(deadline)
     found = client.locate(key, None, "", deadline) if wait is None else client.wait(key, None, "", deadline_ns(wait))
     return client, found, describe(client, found, deadline)
@@ -93,32 +94,47 @@ def _jsonable(value: Any) -> Any:
     return [_jsonable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _ls(args: argparse.Namespace) -> None:
+def until(args: argparse.Namespace) -> int:
+    """The deadline of a command that may wait for its key first."""
+    return deadline_ns(args.timeout + (args.wait or 0))
+
+
+def _ls(args: argparse.Namespace) -> int:
+    deadline = deadline_ns(args.timeout)
     with connect(args) as pool:
         keys = pool.keys(args.prefix, timeout=args.timeout)
         if not args.long:
             emit(args, keys, "\n".join(keys))
-            return
+            return 0
+        client = pool._client(deadline)
         rows = []
-        deadline = deadline_ns(args.timeout)
-        for key, found in zip(keys, pool._client(deadline).locate_many(keys, deadline), strict=True):
-            if isinstance(found, Exception):
+        for key, found in zip(keys, client.locate_many(keys, deadline), strict=True):
+            try:
+                rows.append(_entry(client, key, found, deadline))
+            except KeyNotFound:
                 continue  # deleted since it was listed
-            description = describe(pool._client(deadline), found, deadline)
-            rows.append(
-                {
-                    "key": key,
-                    "nbytes": found.nbytes,
-                    "version": list(found.version),
-                    "label": found.label,
-                    "sealed": found.sealed,
-                    "value": _describe(description),
-                }
-            )
-        emit(args, rows, "\n".join(_row(row) for row in rows))
+            except Error as error:
+                rows.append({"key": key, "error": error.code, "message": f"{type(error).__name__}: {error}"})
+    emit(args, rows, "\n".join(_row(row) for row in rows))
+    return EXIT_ERROR if any("error" in row for row in rows) else 0
+
+
+def _entry(client: Any, key: str, found: Any, deadline: int) -> dict[str, Any]:
+    if isinstance(found, Exception):
+        raise found
+    return {
+        "key": key,
+        "nbytes": found.nbytes,
+        "version": list(found.version),
+        "label": found.label,
+        "sealed": found.sealed,
+        "value": _describe(describe(client, found, deadline)),
+    }
 
 
 def _row(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{'?':>10}  {row['key']}: {row['message']}"
     value = row["value"]
     what = f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else str(value)
     view, counter = row["version"]
@@ -127,7 +143,7 @@ def _row(row: dict[str, Any]) -> str:
 
 def show(args: argparse.Namespace) -> None:
     """What the pool knows of a key."""
-    deadline = deadline_ns(args.timeout)
+    deadline = until(args)
     with connect(args) as pool:
         _, found, description = located(pool, args.key, deadline, args.wait)
         document = {

@@ -4,34 +4,57 @@ kv = PagedKV(layers, axes="PKNHD")                  # one tensor a layer, built 
 pool_kv = PoolKV(pool, kv, model="smollm2")         # pages whose prefix somebody computed before
 receiver = KVReceiver(engine, kv, PageAllocator(n)) # decode side: hands out tickets
 sender = KVSender(engine, kv)                       # prefill side: takes them and pushes layer by layer
+
+Names are loaded on first use: what needs no torch (events, hashes) runs without it.
 """
 
-from torch_mooncake.kv.events import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored
-from torch_mooncake.kv.hashing import hash_name, hash_of_name, page_hashes, root_hash
-from torch_mooncake.kv.layout import PagedKV, PagedKVLayout
-from torch_mooncake.kv.pages import PageAllocator
-from torch_mooncake.kv.pool_kv import PoolKV, PoolKVStats
-from torch_mooncake.kv.receive import DecodeSession, KVReceiver
-from torch_mooncake.kv.send import KVSender, PrefillSession, PushResult
+from __future__ import annotations
 
-__all__ = [
-    "DecodeSession",
-    "KVCleared",
-    "KVEventPublisher",
-    "KVEvents",
-    "KVReceiver",
-    "KVRemoved",
-    "KVSender",
-    "KVStored",
-    "PageAllocator",
-    "PagedKV",
-    "PagedKVLayout",
-    "PoolKV",
-    "PoolKVStats",
-    "PrefillSession",
-    "PushResult",
-    "hash_name",
-    "hash_of_name",
-    "page_hashes",
-    "root_hash",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_mooncake.kv.events import KVCleared as KVCleared
+    from torch_mooncake.kv.events import KVEventPublisher as KVEventPublisher
+    from torch_mooncake.kv.events import KVEvents as KVEvents
+    from torch_mooncake.kv.events import KVRemoved as KVRemoved
+    from torch_mooncake.kv.events import KVStored as KVStored
+    from torch_mooncake.kv.hashing import hash_name as hash_name
+    from torch_mooncake.kv.hashing import hash_of_name as hash_of_name
+    from torch_mooncake.kv.hashing import page_hashes as page_hashes
+    from torch_mooncake.kv.hashing import root_hash as root_hash
+    from torch_mooncake.kv.layout import PagedKV as PagedKV
+    from torch_mooncake.kv.layout import PagedKVLayout as PagedKVLayout
+    from torch_mooncake.kv.pages import PageAllocator as PageAllocator
+    from torch_mooncake.kv.pool_kv import PoolKV as PoolKV
+    from torch_mooncake.kv.pool_kv import PoolKVStats as PoolKVStats
+    from torch_mooncake.kv.receive import DecodeSession as DecodeSession
+    from torch_mooncake.kv.receive import KVReceiver as KVReceiver
+    from torch_mooncake.kv.send import KVSender as KVSender
+    from torch_mooncake.kv.send import PrefillSession as PrefillSession
+    from torch_mooncake.kv.send import PushResult as PushResult
+
+_EXPORTS = {
+    "events": ("KVCleared", "KVEventPublisher", "KVEvents", "KVRemoved", "KVStored"),
+    "hashing": ("hash_name", "hash_of_name", "page_hashes", "root_hash"),
+    "layout": ("PagedKV", "PagedKVLayout"),
+    "pages": ("PageAllocator",),
+    "pool_kv": ("PoolKV", "PoolKVStats"),
+    "receive": ("DecodeSession", "KVReceiver"),
+    "send": ("KVSender", "PrefillSession", "PushResult"),
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torch_mooncake.kv' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"torch_mooncake.kv.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -24,7 +24,7 @@ from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.errors import Closed, Corrupt, Error, InvalidArgument
 from torch_mooncake.events import Event, Subscription, rounds
 from torch_mooncake.kv.hashing import PageHash, hash_of_name
-from torch_mooncake.kv.pool_kv import PREFIX, PageKey, page_meta
+from torch_mooncake.kv.page_keys import PREFIX, PageKey, page_meta
 from torch_mooncake.tensors import Decoded
 
 if TYPE_CHECKING:

@@ -6,23 +6,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-import msgspec
 import numpy as np
 
 from torch_mooncake import aio, context
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.errors import Corrupt, InvalidArgument, KeyNotFound, Unsupported
-from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, hash_of_name, page_hashes, root_hash
+from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, page_hashes, root_hash
 from torch_mooncake.kv.layout import PagedKV
+from torch_mooncake.kv.page_keys import PREFIX, page_meta
 from torch_mooncake.tensors import Decoded, Tensor, describe_tensor
 
 if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
 
-PREFIX = "kv/"
 _PIN_S = 10.0  # what a put holds its prefix with, at most
 
 
@@ -37,44 +36,6 @@ class PoolKVStats:
     bytes_stored: int = 0
     store_s: float = 0.0
     stores_refused: int = 0  # counted by callers that go on without storing
-
-
-class PageKey(NamedTuple):
-    """What a page's key says: ``kv/<namespace>/<fingerprint of the layout>/<hash>``."""
-
-    namespace: str
-    fingerprint: str
-    page_hash: PageHash
-
-    @classmethod
-    def parse(cls, key: str) -> PageKey | None:
-        """None: not a page's key."""
-        parts = key.split("/")
-        if len(parts) != 4 or parts[0] + "/" != PREFIX:
-            return None
-        try:
-            return cls(unquote(parts[1]), parts[2], hash_of_name(parts[3]))
-        except (ValueError, InvalidArgument):
-            return None
-
-
-class PageMeta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is stored beside a page, as the object's ``meta``."""
-
-    block_size: int  # tokens
-    parent: str | None = None  # name of the hash of the page before, see hash_name
-    tokens: bytes | None = None  # int64, little endian
-
-    def token_ids(self) -> list[int] | None:
-        return None if self.tokens is None else np.frombuffer(self.tokens, "<i8").tolist()
-
-
-def page_meta(user: dict[str, Any] | None) -> PageMeta | None:
-    """None if ``user`` (an object's ``meta``) is not a page's."""
-    try:
-        return msgspec.convert(user, PageMeta)
-    except msgspec.ValidationError:
-        return None
 
 
 class PoolKV:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import socket
 import stat
 import subprocess
 import time
@@ -86,8 +87,12 @@ def find_or_start(config: Config, deadline: int, connect: Connect, store: Any = 
         from torch_mooncake import torchrun
 
         cluster = torchrun.cluster(config, deadline, store)
-        ready = start(config, folder, deadline, listen=cluster.listen, leader=cluster.leader, token=cluster.token)
-        cluster.publish(ready, pool_token(config))
+        try:
+            ready = start(config, folder, deadline, listen=cluster.listen, leader=cluster.leader, token=cluster.token)
+            cluster.publish(ready, pool_token(config))
+        except BaseException:
+            cluster.give_back()
+            raise
     return _connect(config, connect, deadline)
 
 
@@ -111,6 +116,24 @@ def _connect(config: Config, connect: Connect, deadline: int) -> _core.Client:
             if seconds_left(deadline) < 0.1:
                 raise
         time.sleep(0.05)
+
+
+def nobody_listens(address: str) -> bool:
+    """Whether the host at ``address`` says that no process has it: a node's keeper listens for as long as the node is
+    there, also between two workers. No answer is no."""
+    kind, _, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    try:
+        if kind == "unix":
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(place)
+        else:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _lock(fd: int, deadline: int, folder: Path) -> None:

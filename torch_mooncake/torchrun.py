@@ -1,13 +1,19 @@
 """Hosts find each other through a torch.distributed Store: one node leads, and its address and token travel through the
 Store, which is used for nothing else. The Store is given (``tm.init(store=)``: the host that comes first leads), or is
-torchrun's (host 0 leads)."""
+torchrun's (host 0 leads).
+
+Each pool has keys of its own: a claim, which is the text of whoever leads, and under that text where its node is. A
+claim is good for as long as its node is: a host that finds nobody at the address claims anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,10 +22,40 @@ from typing import Any, TypeVar
 from torch_mooncake.clock import seconds_left
 from torch_mooncake.config import Config
 from torch_mooncake.errors import PoolUnavailable
+from torch_mooncake.node import nobody_listens
 
 _T = TypeVar("_T")
-_KEY = "torch_mooncake/leader"
-_CLAIM = "torch_mooncake/claim"
+
+
+class _Board:
+    """The keys of one pool in the Store. Its methods raise PoolUnavailable."""
+
+    def __init__(self, store: Any, pool: str, deadline: int) -> None:
+        self._store, self._at, self._deadline = store, f"torch_mooncake/{pool}", deadline
+
+    def claim(self, held: str, mine: str) -> str:
+        """Take the claim from ``held`` ("": nobody). Who has it now."""
+        return str(_ask(lambda: self._store.compare_set(f"{self._at}/claim", held, mine)).decode())
+
+    def set_claim(self, mine: str) -> None:
+        _ask(lambda: self._store.set(f"{self._at}/claim", mine))
+
+    def claimed(self) -> str:
+        return self._get(f"{self._at}/claim").decode()
+
+    def tell(self, claim: str, leader: dict[str, str]) -> None:
+        """Where the node is; empty: it did not start."""
+        _ask(lambda: self._store.set(f"{self._at}/leader/{claim}", json.dumps(leader)))
+
+    def leader(self, claim: str) -> dict[str, str]:
+        """Where the node of ``claim`` is, as soon as it is told; empty: there is none, or no more."""
+        found: dict[str, str] = json.loads(self._get(f"{self._at}/leader/{claim}")) if claim else {}
+        return {} if not found or nobody_listens(found["address"]) else found
+
+    def _get(self, key: str) -> bytes:
+        left = timedelta(seconds=max(0.01, seconds_left(self._deadline)))
+        _ask(lambda: self._store.wait([key], left))
+        return bytes(_ask(lambda: self._store.get(key)))
 
 
 @dataclass
@@ -29,45 +65,60 @@ class Cluster:
     listen: list[str] = field(default_factory=list)
     leader: str = ""  # empty: it leads
     token: str = ""
-    store: Any = None  # where host 0 tells the others
+    claim: str = ""  # of a node that leads
+    board: _Board | None = None  # where the others are told
 
     def publish(self, addresses: list[str], token: str) -> None:
-        """Tell the other hosts where the leader is (host 0 only)."""
-        if self.store is None or self.leader:
+        """Tell the other hosts where the leader is (the one that leads only)."""
+        if self.board is None or not self.claim:
             return
         tcp = next((a for a in addresses if a.startswith("tcp://")), None)
         if tcp is None:
             raise PoolUnavailable(f"this host's node has no TCP address for the other hosts: {addresses}")
-        self.store.set(_KEY, json.dumps({"address": tcp, "token": token}))
+        self.board.tell(self.claim, {"address": tcp, "token": token})
+
+    def give_back(self) -> None:
+        """The node did not start: whoever waits for it claims anew."""
+        if self.board is not None and self.claim:
+            with contextlib.suppress(PoolUnavailable):  # what kept the node from starting says more
+                self.board.tell(self.claim, {})
 
 
 def cluster(config: Config, deadline: int, store: Any = None) -> Cluster:
     """With ``store``: whoever comes first leads. Without, what torchrun's environment says: one host (or no torchrun at
     all), host 0 of several, or another of several. PoolUnavailable if the leader is not told of in time."""
     env = os.environ
+    mine = secrets.token_hex(16)
     if store is not None:
-        mine = secrets.token_hex(16)
+        board = _Board(store, config.pool, deadline)
         listen = [f"tcp://{_own_ip(*_place(store))}:0"]
-        leads = _ask(lambda: store.compare_set(_CLAIM, "", mine)) == mine.encode()
-        return _lead(config, listen, store) if leads else _join(config, listen, store, deadline)
+        held = board.claim("", mine)
+        while held != mine:
+            if leader := board.leader(held):
+                return _join(config, listen, leader)
+            held = board.claim(held, mine)
+        return _lead(config, listen, board, mine)
     hosts = int(env.get("GROUP_WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in env else 1
     if hosts <= 1:
         return Cluster()
-    store = _default_store(deadline)
+    board = _Board(_default_store(deadline), config.pool, deadline)
     listen = [f"tcp://{_own_ip(env.get('MASTER_ADDR', ''), int(env.get('MASTER_PORT', '0')))}:0"]
     if int(env.get("GROUP_RANK", "0")) == 0:
-        return _lead(config, listen, store)
-    return _join(config, listen, store, deadline)
+        board.set_claim(mine)
+        return _lead(config, listen, board, mine)
+    while not (leader := board.leader(board.claimed())):
+        if seconds_left(deadline) <= 0:
+            raise PoolUnavailable("the pool's leader, on host 0, has left, and no other has come")
+        time.sleep(0.05)
+    return _join(config, listen, leader)
 
 
-def _lead(config: Config, listen: list[str], store: Any) -> Cluster:
-    return Cluster(listen, token=config.token or secrets.token_hex(32), store=store)
+def _lead(config: Config, listen: list[str], board: _Board, claim: str) -> Cluster:
+    return Cluster(listen, token=config.token or secrets.token_hex(32), claim=claim, board=board)
 
 
-def _join(config: Config, listen: list[str], store: Any, deadline: int) -> Cluster:
-    _ask(lambda: store.wait([_KEY], timedelta(seconds=max(0.01, seconds_left(deadline)))))
-    found = json.loads(_ask(lambda: store.get(_KEY)))
-    return Cluster(listen, leader=found["address"], token=config.token or found["token"], store=store)
+def _join(config: Config, listen: list[str], leader: dict[str, str]) -> Cluster:
+    return Cluster(listen, leader=leader["address"], token=config.token or leader["token"])
 
 
 def _ask(question: Callable[[], _T]) -> _T:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from processes import eventually
 
 import torch_mooncake as tm
 from torch_mooncake.config import Config
@@ -58,9 +59,62 @@ def test_hosts_that_give_a_store_make_one_pool(pool_env: Any, child: Any) -> Non
             assert host.close() == 0
 
 
+def test_two_pools_of_one_job_have_a_leader_each(pool_env: Any) -> None:
+    store = dist.HashStore()
+    with tempfile.TemporaryDirectory(prefix="tm-test-", dir="/tmp") as other_dir:
+        with tm.Pool(store=store) as one, tm.Pool(store=store, pool="other") as two:
+            one.put("k", b"of one")
+            assert two.keys() == []
+            with tm.Pool(store=store, pool="other", runtime_dir=other_dir, host_id="h2") as third:
+                assert len(third.stat()["nodes"]) == len(two.stat()["nodes"]) == 2
+            assert len(one.stat()["nodes"]) == 1
+
+
+def test_who_leads_is_settled_anew_when_the_leader_has_left(pool_env: Any) -> None:
+    store = dist.HashStore()
+    for _ in range(2):
+        with tm.Pool(store=store, timeout=20) as pool:
+            assert pool.stat()["nodes"][0]["is_home"]
+            pool.put("k", b"1")
+        assert eventually(lambda: not pool_env.nodes())
+    with tempfile.TemporaryDirectory(prefix="tm-test-", dir="/tmp") as other_dir:
+        with tm.Pool(store=store, runtime_dir=other_dir, host_id="h2", timeout=20) as elsewhere:
+            assert elsewhere.stat()["nodes"][0]["is_home"]
+
+
+def test_a_node_that_does_not_start_leads_nobody(pool_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setenv("TM_SSD", "/proc/no-such-folder:1G")
+    with pytest.raises(tm.PoolUnavailable, match="did not start"):
+        tm.Pool(store=store, timeout=20)
+    monkeypatch.delenv("TM_SSD")
+    with tm.Pool(store=store, timeout=20) as pool:
+        assert pool.stat()["nodes"][0]["is_home"]
+
+
+def test_hosts_of_a_torchrun_wait_for_a_new_leader(pool_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host 0 was here before: what it said then is not taken for where it is now."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GROUP_RANK", "0")
+    with tm.Pool() as pool:
+        pool.put("k", b"1")
+    assert eventually(lambda: not pool_env.nodes())
+    monkeypatch.setenv("GROUP_RANK", "1")
+    with pytest.raises(tm.PoolUnavailable, match="has left"):
+        tm.Pool(timeout=1)
+
+
 def test_a_leader_that_never_comes_is_told_of_in_time(pool_env: Any) -> None:
     store = dist.HashStore()
-    store.set("torch_mooncake/claim", "a host that died before it had a node")
+    store.set(f"torch_mooncake/{pool_env.pool}/claim", "a host that died before it had a node")
     with pytest.raises(tm.PoolUnavailable, match="leader was not found"):
         tm.Pool(store=store, timeout=1)
 

@@ -96,6 +96,7 @@ def _node(args: argparse.Namespace) -> int:
 
 def _drain(args: argparse.Namespace) -> None:
     from torch_mooncake.cli.objects import connect
+    from torch_mooncake.node import nobody_listens
 
     until = deadline_ns(args.timeout)
     with connect(args, monitor=True) as pool:
@@ -124,21 +125,3 @@ def _drain(args: argparse.Namespace) -> None:
 def _stat_here(pool: Pool, deadline: int) -> dict[str, Any]:
     found: dict[str, Any] = pool._client(deadline).stat(deadline, here=True)["nodes"][0]
     return found
-
-
-def nobody_listens(address: str) -> bool:
-    """Whether the host at ``address`` says that no process has it: a node's keeper listens for as long as the node is
-    there, also between two workers. No answer is no."""
-    kind, _, place = address.rpartition("://")
-    host, _, port = place.rpartition(":")
-    try:
-        if kind == "unix":
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(place)
-        else:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-    except (ConnectionRefusedError, FileNotFoundError):
-        return True
-    except OSError:
-        return False
-    return False

@@ -54,6 +54,23 @@ def test_the_units_command_is_one_of_ours() -> None:
     assert int(stop.partition("=")[2]) >= args.drain + 5
 
 
+def test_the_unit_may_write_wherever_its_node_does() -> None:
+    """ProtectSystem=strict leaves nothing but what the unit names (and /dev, /proc, /sys and a /tmp of its own)."""
+    lines = UNIT.read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    assert settings["ProtectSystem"] == "strict"
+    writable = [Path("/run") / settings["RuntimeDirectory"], Path("/var/lib") / settings["StateDirectory"]]
+    writable += [Path(path) for path in settings.get("ReadWritePaths", "").split()]
+    example = next(line for line in lines if line.startswith("#   TM_NODE_OPTIONS=")).partition("=")[2]
+    args = _parser().parse_args(["node", *shlex.split(example)])
+    written = [Path(entry.rpartition(":")[0]) for entry in args.ssd]
+    written += [Path(line.partition("TM_RUNTIME_DIR=")[2]) for line in lines if "TM_RUNTIME_DIR=" in line]
+    assert len(written) == 2
+    for path in written:
+        assert any(path.is_relative_to(folder) for folder in writable), path
+    assert any("ReadWritePaths=" in line for line in lines if line.startswith("#"))  # said: for a folder elsewhere
+
+
 @pytest.mark.parametrize(("name", "document"), MANIFESTS, ids=[f"{n}-{d['kind']}" for n, d in MANIFESTS])
 def test_manifests_follow_kubernetes_schemas(name: str, document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, "1.31", strict=True)

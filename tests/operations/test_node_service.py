@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,16 +11,17 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from processes import PoolEnv, eventually
+from processes import PoolEnv, eventually, stopped
 from services import COMMAND, ask, becomes_ready, cli, free_port, two_nodes
 
 import torch_mooncake as tm
+from torch_mooncake.cli.health import serving
 from torch_mooncake.cli.node import is_this_host
+from torch_mooncake.config import Config
 
 
 def metric(text: str, name: str) -> float:
@@ -35,17 +37,13 @@ def test_health_tells_a_stopped_a_killed_and_a_leaving_worker(node: Any, pool_en
 
     tm.put("k", np.arange(1000))
     worker = pool_env.worker()
-    os.kill(worker, signal.SIGSTOP)
-    assert eventually(lambda: all(" T " in task.read_text() for task in Path(f"/proc/{worker}/task").glob("*/stat")))
-    try:
+    with stopped(worker):
         started = time.monotonic()
         status, why = ask(port, "/healthz")
         assert (status, time.monotonic() - started < 5) == (503, True)
         assert "does not answer" in why
         assert ask(port, "/readyz")[0] == 503
         assert metric(ask(port, "/metrics")[1], "up") == 0
-    finally:
-        os.kill(worker, signal.SIGCONT)
     assert becomes_ready(port)
 
     os.kill(worker, signal.SIGKILL)
@@ -80,6 +78,35 @@ def test_metrics_count_what_happened(node: Any) -> None:
     assert metric(text, "lookups_total") >= 2
     for line in text.splitlines():  # as Prometheus reads it
         assert line.startswith("# ") or re.fullmatch(r'[a-z_]+(\{[a-z]+="[0-9a-f]{8}"\})? [0-9.e+]+', line), line
+
+
+def test_clients_that_hang_hold_up_nobody(node: Any) -> None:
+    port = free_port()
+    node("--http", f"127.0.0.1:{port}")
+    assert becomes_ready(port)
+    with contextlib.ExitStack() as hanging:
+        for said in (b"", b"GET /metr", b"GET /metrics HTTP/1.0\r\n\r\n", b"GET /healthz HTTP/1.0\r\nHost:") * 8:
+            client = hanging.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(said)  # and reads nothing
+        started = time.monotonic()
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert ask(port, path)[0] == 200
+        assert time.monotonic() - started < 4  # one of them alone would take five seconds
+
+
+def test_answering_looks_up_no_names(node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that is out of reach would hold up the start, or each answer."""
+
+    def asked(*args: Any) -> Any:
+        raise AssertionError(f"the resolver was asked for {args}")
+
+    for name in ("getfqdn", "gethostbyaddr", "getnameinfo"):
+        monkeypatch.setattr(socket, name, asked)
+    node()
+    assert eventually(lambda: (pool_env.folder / "node.sock").exists())
+    with serving(("127.0.0.1", 0), Config.from_env()) as port:
+        assert becomes_ready(port)
+        assert "torch_mooncake_pool_up" in ask(port, "/metrics")[1]
 
 
 def test_a_taken_http_port_is_told_before_the_node_starts(node: Any, pool_env: PoolEnv) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
+import socketserver
 import subprocess
 import threading
 from collections.abc import Callable
@@ -85,6 +86,10 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], watch: Watch, metrics: Callable[[], bytes]) -> None:
         self.watch, self.metrics = watch, metrics
         super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks DNS for our name, which nothing here needs
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
 
 class _Handler(BaseHTTPRequestHandler):

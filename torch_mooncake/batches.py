@@ -30,7 +30,11 @@ def put(
 
     def flush() -> None:
         if sent:
-            results = send([keys[i] for i in sent] if len(sent) < len(keys) else keys, metas, datas)
+            results: list[R | Exception]
+            try:
+                results = send([keys[i] for i in sent] if len(sent) < len(keys) else keys, metas, datas)
+            except Error as error:
+                results = [error] * len(sent)
             for i, result in zip(sent, results, strict=True):
                 outcomes[i] = result
         for pending in (metas, datas, sent, keep):
@@ -45,7 +49,7 @@ def put(
             continue
         try:
             if writers(value) is not None:
-                flush()
+                flush()  # raises nothing
                 outcomes[i] = alone(keys[i], value)
                 continue
             encoded = encode(value, user)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -230,6 +232,30 @@ def test_a_replay_is_whole_however_slow_its_asker(pool, listen, monkeypatch, tmp
         assert [seq for seq, _ in other.replay(0)] == list(range(count))  # while the slow one has read nothing
         assert [seq for seq, _ in slow.answer()] == list(range(count))
         assert out.error is None
+
+
+def test_close_sends_what_was_published(pool, monkeypatch, tmp_path, listen):
+    monkeypatch.setattr("torch_mooncake.kv.events._BATCH", 1)
+    count = 4000
+    kv = pool.kv("m", prefill_cache())
+    out = KVEventPublisher(pool, f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay")
+    try:
+        subscriber = listen(out)
+        tries = itertools.count()
+        while not subscriber.sub.poll(100):  # a SUB is deaf until it has been heard of
+            kv.put_pages([f"try {next(tries)}"], [0])
+        before = out.next_seq
+        kv.put_pages(list(range(count)), [0] * count)
+        assert eventually(lambda: out.next_seq >= before + count)
+        last = out.next_seq - 1
+        closing = threading.Thread(target=out.close)
+        closing.start()
+        assert eventually(lambda: not any(thread.is_alive() for thread in out._threads))
+        while subscriber.next()[0] != last:
+            pass
+        closing.join()
+    finally:
+        out.close()
 
 
 def test_other_shapes():

@@ -201,6 +201,25 @@ def test_without_the_refresh_children_would_stay_behind(pool, monkeypatch):
         runs()
 
 
+def test_a_call_that_ended_well_does_not_fail_by_its_bookkeeping(sides, monkeypatch):
+    store, load, source, target = sides
+    keys = store.page_keys(PROMPT)
+
+    def lost(*args):
+        raise tm.PeerLost("the node that keeps the order of eviction")
+
+    for name in ("refresh_objects", "refresh_keys"):
+        monkeypatch.setattr(_core, name, lost)
+    assert store.put_pages(keys, [0, 1, 2, 3, 4]) == 5
+    assert load.get_pages(keys, [0, 1, 2, 3, 4]) == 5
+    assert torch.equal(target.layers[0][:5], source.layers[0][:5])
+    assert (store.stats.refreshes_failed, load.stats.refreshes_failed) == (1, 1)
+    with pytest.raises(tm.InvalidArgument):  # and a failure stays what it is
+        store.put_pages([b""], [0])
+    with pytest.raises(tm.OutOfBounds):
+        store.put_pages([b"new"], [99])
+
+
 def test_the_await_forms(pool, sides):
     store, load, source, target = sides
     hashes = store.page_hashes(PROMPT)

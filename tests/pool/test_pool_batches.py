@@ -13,6 +13,7 @@ import torch
 from processes import eventually
 
 import torch_mooncake as tm
+from torch_mooncake import batches
 
 MiB = 1 << 20
 SIZES = (0, 1, *range(31, 66), 1000, 10_000)
@@ -207,3 +208,11 @@ def test_await_forms(pool: tm.Pool) -> None:
         assert await tm.adelete(["a", "b", "c"]) == [True, True, False]
 
     asyncio.run(run())
+
+
+def test_a_batch_that_cannot_be_sent_is_told_for_each_of_its_keys() -> None:
+    def send(keys: list[str], metas: list[bytes], datas: list[Any]) -> list[Any]:
+        raise tm.PoolUnavailable("nobody there")
+
+    outcomes = batches.put(["a", "b", "c"], [b"1", object(), b"3"], None, send, lambda key, value: None)
+    assert [type(outcome) for outcome in outcomes] == [tm.PoolUnavailable, TypeError, tm.PoolUnavailable]

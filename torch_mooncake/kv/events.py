@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Shape = Literal["vllm", "vllm-map", "rfc1527"]
 _END = (-1).to_bytes(8, "big", signed=True)
 _BATCH = 1024  # events in one message
+_LINGER_MS = 2000
 
 
 @dataclass(frozen=True)
@@ -276,12 +277,14 @@ class KVEventPublisher:
             return self._seq
 
     def close(self) -> None:
-        """Ends the threads (within some seconds) and the sockets. Idempotent."""
+        """Ends the threads (within some seconds) and the sockets; what was published is sent to those who take it
+        within two seconds more. Idempotent."""
         self._stop.set()
         self._events.close()
         for thread in self._threads:
             thread.join()
-        self._context.destroy(linger=0)
+        self._pub.close(linger=_LINGER_MS)
+        self._context.destroy(linger=_LINGER_MS)
 
     def __enter__(self) -> KVEventPublisher:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from torch_mooncake import aio, context
 from torch_mooncake.clock import deadline_ns
-from torch_mooncake.errors import Corrupt, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.errors import Corrupt, Error, InvalidArgument, KeyNotFound, Unsupported
 from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, page_hashes, root_hash
 from torch_mooncake.kv.layout import PagedKV
 from torch_mooncake.kv.page_keys import PREFIX, page_meta
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
 
 _PIN_S = 10.0  # what a put holds its prefix with, at most
+_BOOKKEEPING_S = 2.0  # how long the outcome waits for what only concerns eviction
 
 
 @dataclass
@@ -36,6 +37,7 @@ class PoolKVStats:
     bytes_stored: int = 0
     store_s: float = 0.0
     stores_refused: int = 0  # counted by callers that go on without storing
+    refreshes_failed: int = 0  # calls that ended well and left the order of eviction as it was
 
 
 class PoolKV:
@@ -129,7 +131,7 @@ class PoolKV:
                 break
         count = len(objects)
         if count:
-            _core.refresh_objects(client, objects, False, deadline)
+            self._refresh(_core.refresh_objects, client, objects, False, min(deadline, deadline_ns(_BOOKKEEPING_S)))
         self.stats.load_s += time.perf_counter() - started
         self.stats.pages_loaded += count
         self.stats.bytes_loaded += count * self.page_nbytes
@@ -165,14 +167,14 @@ class PoolKV:
         chain = keys if parent is None else [self.key(parent), *keys]
         # What comes before must not go while this is written.
         pin_ms = int(1000 * min(_PIN_S, _PIN_S if timeout is None else timeout))
-        there = max(0, _core.match_prefix(client, chain, pin_ms, deadline) - (len(chain) - len(keys)))
-        present = [True] * there + client.exists(keys[there:], deadline)
-        absent = [index for index, found in enumerate(present) if not found]
         ids = self._kv.layout.page_ids(pages[: len(hashes)]).tolist()
-        metas = self._metas(chain, len(chain) - len(keys), absent, token_ids)
-        absent.reverse()  # the last page first: should room run out, the first ones push it out, not the other way
-        metas.reverse()
+        there = max(0, _core.match_prefix(client, chain, pin_ms, deadline) - (len(chain) - len(keys)))
         try:
+            present = [True] * there + client.exists(keys[there:], deadline)
+            absent = [index for index, found in enumerate(present) if not found]
+            metas = self._metas(chain, len(chain) - len(keys), absent, token_ids)
+            absent.reverse()  # the last page first: should room run out, the first ones push it out, not the other way
+            metas.reverse()
             outcomes = _core.put_pages(
                 client,
                 [keys[index] for index in absent],
@@ -183,7 +185,7 @@ class PoolKV:
                 deadline,
             )
         finally:
-            _core.refresh_keys(client, chain, True, max(deadline, deadline_ns(2)))
+            self._refresh(_core.refresh_keys, client, chain, True, deadline_ns(_BOOKKEEPING_S))
         stored = sum(outcome is True for outcome in outcomes)
         self.stats.store_s += time.perf_counter() - started
         self.stats.pages_stored += stored
@@ -213,6 +215,13 @@ class PoolKV:
         return len(self._layers) * self._kv.layout.page_nbytes
 
     # --- inside ---
+
+    def _refresh(self, refresh: Callable[..., None], *args: Any) -> None:
+        """Tells the pool which pages to keep longest. The outcome of the call does not hang on it."""
+        try:
+            refresh(*args)
+        except Error:
+            self.stats.refreshes_failed += 1
 
     def _pool(self) -> Pool:
         return context.default() if isinstance(self._given, ModuleType) else self._given

@@ -234,25 +234,38 @@ def test_a_replay_is_whole_however_slow_its_asker(pool, listen, monkeypatch, tmp
         assert out.error is None
 
 
-def test_close_sends_what_was_published(pool, monkeypatch, tmp_path, listen):
+SUBSCRIBE = """
+import zmq
+sub = zmq.Context().socket(zmq.SUB)
+sub.setsockopt(zmq.RCVHWM, 0)
+sub.setsockopt(zmq.RCVTIMEO, 10_000)
+sub.setsockopt(zmq.SUBSCRIBE, b"")
+sub.connect(endpoint)
+def next_seq():
+    return int.from_bytes(sub.recv_multipart()[1], "big")
+"""
+
+
+def test_close_sends_what_was_published(pool, monkeypatch, tmp_path, child):
     monkeypatch.setattr("torch_mooncake.kv.events._BATCH", 1)
     count = 4000
     kv = pool.kv("m", prefill_cache())
-    out = KVEventPublisher(pool, f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay")
+    subscriber = child()
+    out = KVEventPublisher(pool, f"ipc://{tmp_path}/events")
     try:
-        subscriber = listen(out)
+        subscriber(SUBSCRIBE, endpoint=out.endpoint)
         tries = itertools.count()
-        while not subscriber.sub.poll(100):  # a SUB is deaf until it has been heard of
+        while not subscriber("result = sub.poll(100)"):  # a SUB is deaf until it has been heard of
             kv.put_pages([f"try {next(tries)}"], [0])
+        subscriber.kill(signal.SIGSTOP)
         before = out.next_seq
         kv.put_pages(list(range(count)), [0] * count)
         assert eventually(lambda: out.next_seq >= before + count)
-        last = out.next_seq - 1
         closing = threading.Thread(target=out.close)
         closing.start()
         assert eventually(lambda: not any(thread.is_alive() for thread in out._threads))
-        while subscriber.next()[0] != last:
-            pass
+        subscriber.kill(signal.SIGCONT)
+        assert subscriber("while next_seq() != last:\n    pass\nresult = True", last=out.next_seq - 1)
         closing.join()
     finally:
         out.close()

@@ -64,6 +64,21 @@ def _state(stat: Path) -> str:
 
 
 @contextlib.contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process for the time of the block: killed if it is still there at the end."""
+    process = subprocess.Popen(command, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+@contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """The process stands still for the time of the block."""
     try:

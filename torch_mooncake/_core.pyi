@@ -300,6 +300,11 @@ class Client:
     def locate_many(self, keys: Sequence[str], deadline_ns: int) -> list:
         """One Object or exception for each key."""
 
+    def peek_many(self, keys: Sequence[str], deadline_ns: int) -> list:
+        """
+        As locate_many, and no use: what is on an SSD stays there, and its bytes cannot be read.
+        """
+
     def wait(self, key: str, at_least: tuple[int, int] | None, label: str, deadline_ns: int) -> Object: ...
 
     def read(self, object: Object, offset: int, out: Sequence, deadline_ns: int) -> None: ...

@@ -71,6 +71,13 @@ def describe(client: _core.Client, found: _core.Object, deadline: int) -> Descri
     return known
 
 
+def describe_peeked(client: _core.Client, found: _core.Object, deadline: int) -> Description | None:
+    """As ``describe``, of what ``peek_many`` found. None: its description lies in its bytes, and they are on an SSD."""
+    if "ssd" in found.tiers and "dram" not in found.tiers and any(is_spilled(meta) for _, _, meta in found.parts):
+        return None
+    return describe(client, found, deadline)
+
+
 def _describe(client: _core.Client, found: _core.Object, deadline: int) -> Description:
     parts = [_part(client, found, deadline, *part) for part in found.parts]
     user = parts[0].user

@@ -24,7 +24,7 @@ from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
 from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, KeyNotFound, Unsupported
 from torch_mooncake.node import find_or_start
-from torch_mooncake.objects import Rounds, describe
+from torch_mooncake.objects import Rounds, describe_peeked
 from torch_mooncake.tensors import encode, encode_part, encode_plain, writers
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Info(NamedTuple):
     replicas: int
     local: bool  # on this host
     expires_in_s: float | None  # None: never
-    tiers: tuple[str, ...] = ()  # "dram" or "ssd", of each replica, before this look-up brought it into memory
+    tiers: tuple[str, ...] = ()  # "dram" or "ssd", of each replica
 
 
 def _async(method: Callable[Concatenate[Pool, P], R]) -> Callable[Concatenate[Pool, P], Awaitable[R]]:
@@ -446,16 +446,20 @@ class Pool:
     # --- the rest ---
 
     def info(self, key: str, *, timeout: float | None = 30) -> Info:
-        """Version, size, ``meta`` and more of a key, without reading it. KeyNotFound."""
+        """Version, size, ``meta`` and more of a key, without reading it. KeyNotFound.
+
+        Only looks: it counts as no use, and what is on an SSD stays there. ``meta`` of a value whose description is too
+        long to be kept apart from it (512 KiB: ten thousand tensors) is empty while the value is on an SSD."""
         deadline = deadline_ns(timeout)
         client = self._client(deadline)
-        found = client.locate(checked_key(key), None, "", deadline)
+        found = peek(client, checked_key(key), deadline)
+        description = describe_peeked(client, found, deadline)
         return Info(
             key=key,
             version=Version(*found.version),
             label=found.label,
             nbytes=found.nbytes,
-            meta=copy.deepcopy(describe(client, found, deadline).user or {}),
+            meta=copy.deepcopy((description and description.user) or {}),
             sealed=found.sealed,
             parts=len(found.parts),
             replicas=found.replicas,
@@ -609,6 +613,14 @@ def _wait(client: _core.Client, key: str, at_least: tuple[int, int] | None, labe
         except DeadlineExceeded:
             if time.monotonic_ns() >= deadline:
                 raise
+
+
+def peek(client: _core.Client, key: str, deadline: int) -> Any:
+    """The object, for a look at it only. KeyNotFound."""
+    (found,) = client.peek_many([key], deadline)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def checked_key(key: str) -> str:

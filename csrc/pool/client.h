@@ -165,6 +165,9 @@ class TM_API Client {
   virtual std::vector<Result<PutOutcome>> put_many(std::span<const PutEntry> entries, const PutOptions& options,
                                                    Deadline deadline) = 0;
   virtual std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) = 0;
+  // To look only: no use of them is counted, and what is on an SSD stays there. Of an object whose replicas' tier is
+  // `ssd` the bytes cannot be read.
+  virtual std::vector<Result<ObjectPtr>> peek_many(std::span<const std::string> keys, Deadline deadline) = 0;
   virtual std::vector<Status> read_many(std::span<const ReadEntry> entries, Deadline deadline) = 0;
   virtual std::vector<Result<MappedObject>> map_many(std::span<const ObjectPtr> objects, bool read_only,
                                                      Deadline deadline) = 0;

@@ -123,7 +123,7 @@ Result<ObjectPtr> ClientImpl::locate(std::string_view key, const GetOptions& opt
 }
 
 Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries,
-                                      Deadline deadline) {
+                                      Deadline deadline, bool peek) {
   std::map<NodeId, std::vector<std::pair<Place*, const std::string*>>> wanted;
   for (size_t i = 0; i < entries.size(); ++i)
     for (Place& place : entries[i].places)
@@ -139,7 +139,8 @@ Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::ve
       DescribeCall call;
       for (size_t i = at; i < places.size() && call.extents.size() < 8192; ++i)
         call.extents.push_back({*places[i].second, places[i].first->at.extent});
-      call.data = !(*node)->mapped();
+      call.data = !peek && !(*node)->mapped();
+      call.peek = peek;
       auto answer = (*node)->call<DescribeAnswer>(kDescribe, call, deadline);
       if (!answer.is_ok() || answer->descriptions.empty() || answer->descriptions.size() > call.extents.size()) {
         last = answer.is_ok() ? Status(Code::internal, "describe: wrong number of answers") : answer.status();

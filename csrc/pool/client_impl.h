@@ -61,6 +61,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   std::vector<Result<PutOutcome>> put_many(std::span<const PutEntry> entries, const PutOptions& options,
                                            Deadline deadline) override;
   std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;
+  std::vector<Result<ObjectPtr>> peek_many(std::span<const std::string> keys, Deadline deadline) override;
   Result<KeyEvents> events(uint64_t stream, uint64_t after, std::string_view prefix, uint32_t wait_ms,
                            Deadline deadline) override;
   Result<Id128> key_hash(std::string_view key) override;
@@ -140,7 +141,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, std::set<NodeId>& gone,
               Deadline deadline);
   Result<MappedObject> map(const ObjectPtr& object, bool read_only, std::set<NodeId>& gone, Deadline deadline);
-  Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline);
+  Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline,
+                            bool peek = false);
   static Result<std::vector<std::vector<ReadRange>>> split(const ObjectImpl& object, std::span<const ReadRange> ranges);
   Status read_part(const ObjectPart& part, std::span<const ReadRange> ranges, std::span<const iovec> memory,
                    std::set<NodeId>& gone, Deadline deadline);

@@ -151,6 +151,8 @@ class TM_API Donor {
 
   // Stale generation: key_not_found. On an SSD only: busy (promote it first).
   virtual Result<Announcement> describe(ExtentRef extent) const = 0;
+  // Also of what is on an SSD only, which stays there; it has no pieces.
+  virtual void peek(ExtentRef extent, std::function<void(Result<Announcement>)> done) const = 0;
   // `done` when the bytes are in memory; several for one extent share one read. key_not_found: it is gone, or could not
   // be read and is gone now. pool_full: there was no room for it in five seconds.
   virtual void promote(ExtentRef extent, Done done) = 0;

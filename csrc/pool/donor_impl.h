@@ -41,6 +41,7 @@ class DonorImpl final : public Donor {
   void set_evicted_callback(std::function<void(const Announcement&)> fn) override { evicted_ = std::move(fn); }
 
   Result<Announcement> describe(ExtentRef extent) const override;
+  void peek(ExtentRef extent, std::function<void(Result<Announcement>)> done) const override;
   void promote(ExtentRef extent, Done done) override;
   std::optional<uint64_t> only_on_ssd(ExtentRef extent) const override;
   bool making_room() const override { return demoting_bytes() > 0 || room_soon(); }

@@ -171,6 +171,21 @@ Announcement DonorImpl::announcement(const Tiered& t) const {
           {}};
 }
 
+void DonorImpl::peek(ExtentRef extent, std::function<void(Result<Announcement>)> done) const {
+  const Tiered* t = tiered(extent);
+  if (!t || t->dram || !t->at) return done(describe(extent));
+  const DiskSpot from = *t->at;
+  stores_[from.store]->store->read_head(from.spot, [this, extent, from, done](Result<ssd::Head> head) {
+    const Tiered* now = tiered(extent);
+    if (!now || now->dram || !now->at) return done(describe(extent));
+    if (!head.is_ok()) return *now->at == from ? done(head.status()) : peek(extent, done);  // it was moved
+    Announcement a = announcement(*now);
+    a.meta = std::move(head->record.meta);
+    a.label = std::move(head->record.label);
+    done(std::move(a));
+  });
+}
+
 std::optional<uint64_t> DonorImpl::only_on_ssd(ExtentRef extent) const {
   const Tiered* t = tiered(extent);
   return t && !t->dram && t->at ? std::optional(t->record.nbytes) : std::nullopt;

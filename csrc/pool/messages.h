@@ -498,9 +498,10 @@ struct DescribeCall {
   uint64_t view = 0;
   std::vector<EvictedExtent> extents;  // key and extent
   bool data = false;                   // as in LookupCall
+  bool peek = false;                   // no use: what is on an SSD stays there, and has no pieces
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(extents, kMaxBatch)(data);
+    ar(view)(extents, kMaxBatch)(data)(peek);
   }
 };
 struct DescribeAnswer {

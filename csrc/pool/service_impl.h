@@ -131,6 +131,7 @@ class NodeServiceImpl final : public NodeService {
   void on_touch(const rpc::SessionPtr&, TouchCall, ResponderPtr);
   void look_up(RequestId request);
   std::optional<Description> describe(ExtentRef extent, const std::string& key, bool data);
+  void peek(const DescribeCall& call, const ResponderPtr& responder);
   void answer_describe(const DescribeCall& call, const ResponderPtr& responder, const Status& failure);
 
   // service_tiers.cpp

@@ -6,8 +6,21 @@ namespace {
 
 constexpr size_t kAnswerBytes = 8 << 20;  // of the 16 MiB that a message may have
 
+constexpr size_t kPeekMost = 256;
+
 size_t answer_bytes(const Description& d) {
   return d.meta.size() + 32 * d.pieces.size() + (d.data ? d.data->bytes.size() : 0);
+}
+
+Description description_of(Announcement a) {
+  Description d;
+  d.nbytes = a.nbytes;
+  d.meta = std::move(a.meta);
+  d.label = std::move(a.label);
+  if (a.has_crc) d.crc32c = a.crc32c;
+  d.pieces = std::move(a.pieces);
+  d.copy = a.copy;
+  return d;
 }
 
 }  // namespace
@@ -81,28 +94,50 @@ std::optional<Description> NodeServiceImpl::describe(ExtentRef extent, const std
   auto a = donor_->describe(extent);
   if (!a.is_ok() || a->key != key) return std::nullopt;
   donor_->touch(extent);
-  Description d;
-  d.nbytes = a->nbytes;
-  d.meta = std::move(a->meta);
-  d.label = std::move(a->label);
-  if (a->has_crc) d.crc32c = a->crc32c;
-  if (data && a->nbytes <= kInlineLimit) {
+  Description d = description_of(std::move(a).value());
+  if (data && d.nbytes <= kInlineLimit) {
     d.data.emplace();
-    for (const Piece& piece : a->pieces)
+    for (const Piece& piece : d.pieces)
       d.data->bytes.append(reinterpret_cast<const char*>(data_maps_[piece.segment]->data + piece.offset), piece.nbytes);
   }
-  d.pieces = std::move(a->pieces);
-  d.copy = a->copy;
   return d;
 }
 
 void NodeServiceImpl::on_describe(const rpc::SessionPtr&, DescribeCall call, ResponderPtr responder) {
   if (const Status s = usable(); !s.is_ok() && !draining_) return responder->fail(s);
+  if (call.peek) return peek(call, responder);
   std::vector<ExtentRef> extents;
   for (const EvictedExtent& e : call.extents) extents.push_back(e.extent);
   promote_then(extents, [this, call = std::make_shared<DescribeCall>(std::move(call)), responder](const Status& s) {
     answer_describe(*call, responder, s);
   });
+}
+
+// Of as many as fit into an answer; the rest is asked for again.
+void NodeServiceImpl::peek(const DescribeCall& call, const ResponderPtr& responder) {
+  const size_t n = std::min(call.extents.size(), kPeekMost);
+  struct State {
+    std::vector<std::optional<Description>> found;
+    size_t left;
+  };
+  auto state = std::make_shared<State>(State{std::vector<std::optional<Description>>(n), n + 1});
+  auto one = [state, responder] {
+    if (--state->left > 0) return;
+    DescribeAnswer answer;
+    size_t bytes = 0;
+    for (auto& d : state->found) {
+      if (bytes >= kAnswerBytes) break;
+      if (d) bytes += answer_bytes(*d) + 64;
+      answer.descriptions.push_back(std::move(d));
+    }
+    responder->ok(encode(answer));
+  };
+  for (size_t i = 0; i < n; ++i)
+    donor_->peek(call.extents[i].extent, [state, i, key = call.extents[i].key, one](Result<Announcement> a) {
+      if (a.is_ok() && a->key == key) state->found[i] = description_of(std::move(a).value());
+      one();
+    });
+  one();
 }
 
 void NodeServiceImpl::answer_describe(const DescribeCall& call, const ResponderPtr& responder, const Status& failure) {

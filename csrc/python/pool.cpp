@@ -438,6 +438,16 @@ void bind_pool(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("deadline_ns"), "One Object or exception for each key.")
       .def(
+          "peek_many",
+          [](PyClient& c, std::vector<std::string> keys, int64_t deadline_ns) {
+            auto results = without_gil([&] { return c->peek_many(keys, deadline_at(deadline_ns)); });
+            nb::list out;
+            for (const auto& result : results) out.append(located(result));
+            return out;
+          },
+          nb::arg("keys"), nb::arg("deadline_ns"),
+          "As locate_many, and no use: what is on an SSD stays there, and its bytes cannot be read.")
+      .def(
           "wait",
           [](PyClient& c, std::string key, std::optional<VersionPair> at_least, std::string label,
              int64_t deadline_ns) {

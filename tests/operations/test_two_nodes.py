@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
 import torch
-from processes import PoolEnv, command_line, eventually
+from processes import PoolEnv, command_line, eventually, running, stopped
 from services import ask, becomes_ready, cli, free_port, two_nodes
 
 import torch_mooncake as tm
@@ -76,6 +77,27 @@ def test_what_leaves_with_its_node_is_told(pools: Any) -> None:
         assert here.kv("m", cache(0)).match_prefix(hashes, pin_s=5) == 0
 
 
+def test_looking_at_another_nodes_ssd_brings_nothing_back(
+    node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def promotions() -> int:
+        return sum(n["ssd"]["promotions"] for n in here.stat()["nodes"])
+
+    with tempfile.TemporaryDirectory(prefix="tm-test-ssd-", dir="/var/tmp") as disk:
+        _, member, leader = two_nodes(node, monkeypatch, "--ssd", f"{disk}/m:256MiB")
+        with tm.Pool(member) as there, tm.Pool(leader) as here:
+            for i in range(100):
+                there.put(f"k{i}", torch.full((1 << 20,), i, dtype=torch.uint8), meta={"i": i}, sealed=True)
+            seen = {key: here.info(key) for key in here.keys("k")}
+            assert {info.tiers for info in seen.values()} == {("ssd",), ("dram",)}
+            assert all(info.meta == {"i": int(key[1:])} and not info.local for key, info in seen.items())
+            assert promotions() == 0
+            key = next(key for key, info in seen.items() if info.tiers == ("ssd",))
+            assert int(here.get(key)[-1]) == int(key[1:])
+            assert promotions() == 1
+        tm.close()
+
+
 @pytest.mark.slow
 def test_a_member_whose_leader_is_silent_is_alive_and_not_ready(
     node: Any, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch
@@ -84,12 +106,9 @@ def test_a_member_whose_leader_is_silent_is_alive_and_not_ready(
     two_nodes(node, monkeypatch, "--http", f"127.0.0.1:{port}")
     assert becomes_ready(port)
     keeper, worker = [pid for pid in pool_env.nodes() if "--leader" not in command_line(pid)]
-    os.kill(worker, signal.SIGSTOP)
-    try:
+    with stopped(worker):
         assert eventually(lambda: "has not heard from its leader" in ask(port, "/readyz")[1], 15)
         assert ask(port, "/healthz")[0] == 200
-    finally:
-        os.kill(worker, signal.SIGCONT)
     assert becomes_ready(port)
     assert keeper in pool_env.nodes()
 
@@ -103,8 +122,8 @@ def test_a_draining_member_stays_one_until_its_writers_are_done(
         f"import numpy as np, torch_mooncake as tm; tm.init('{member}'); tm.put('k', np.ones(1 << 20)); print('stored')"
     )
     slow = {**os.environ, "TM_FAILPOINTS": "client.written=sleep:8000"}  # longer than a lease
-    writer = subprocess.Popen([sys.executable, "-c", code], env=slow, stdout=subprocess.PIPE)
-    with tm.Pool(leader) as pool:
+    command = [sys.executable, "-c", code]
+    with running(command, env=slow, stdout=subprocess.PIPE) as writer, tm.Pool(leader) as pool:
         assert eventually(lambda: any(n["prepared_bytes"] for n in pool.stat()["nodes"]))
         process.send_signal(signal.SIGTERM)
         assert writer.communicate(timeout=30)[0] == b"stored\n"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from processes import PoolEnv, eventually
 
 import torch_mooncake as tm
 from torch_mooncake.cli import checks
+from torch_mooncake.kv import KVEvents, PagedKV
 
 MiB = 1 << 20
 
@@ -43,6 +47,12 @@ def stats() -> dict[str, Any]:
     return tm.stat()["nodes"][0]["ssd"]
 
 
+def cli(*args: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "torch_mooncake", *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -64,6 +74,54 @@ def test_four_times_the_memory_is_all_served(ssd: Path, child: Any) -> None:
     found = stats()
     assert found["dropped"] == found["errors"] == found["corrupt"] == 0
     assert found["used_bytes"] <= 256 * MiB
+
+
+def test_watching_brings_nothing_back(ssd: Path, pool_env: PoolEnv) -> None:
+    pool = tm.init()
+    size = 8  # tokens
+    kv = pool.kv("m", PagedKV([torch.zeros(2, 2, size, 4, 1 << 12)]))
+    kv.put_pages([b"first", b"second"], [0, 1], token_ids=list(range(2 * size)))
+    big = {f"layer.{i}.weight": torch.zeros(2) for i in range(16_000)}
+    pool.put("big", big, meta={"step": 1})
+    pool.put("long", value(0), meta={"text": "x" * 50_000}, version="v9")
+    for i in range(64):
+        pool.put(f"k{i}", value(i), meta={"i": i}, version=f"v{i}")
+    assert eventually(lambda: stats()["records"] >= 40)
+    before = stats()["promotions"]
+
+    info = pool.info("k0")
+    assert (info.tiers, info.meta, info.label, info.nbytes) == (("ssd",), {"i": 0}, "v0", MiB)
+    assert (pool.info("long").meta, pool.info("long").label) == ({"text": "x" * 50_000}, "v9")
+    assert pool.info("big").tiers == ("ssd",)
+    assert pool.info("big").meta == {}  # it lies in the bytes
+    assert pool.info("k63").tiers == ("dram",)
+    rows = {row["key"]: row for row in json.loads(cli("ls", "-l", "--json"))}
+    assert rows["k1"]["value"] == "tensor int32 [262144]"
+    assert "on an SSD" in rows["big"]["value"]
+    assert len(rows) == 68
+    assert json.loads(cli("info", "k0", "--json"))["tiers"] == ["ssd"]
+    with KVEvents(pool) as events:
+        told = {event.page_hash: event for event in events.get()}
+    assert told[b"second"].parent_hash == b"first"
+    assert told[b"first"].token_ids == list(range(size))
+    assert pool.info(kv.key(b"first")).tiers == ("ssd",)
+    assert stats()["promotions"] == before
+    assert torch.equal(tm.get("k0"), value(0))
+    assert stats()["promotions"] == before + 1
+    assert pool.info("k0").tiers == ("dram",)
+
+
+def test_watching_is_no_use(pool: tm.Pool) -> None:
+    for key in ("watched", "other"):
+        pool.put(key, value(0))
+    for _ in range(20):
+        pool.info("watched")
+    cli("ls", "-l", "watched")
+    for i in range(400):
+        pool.put(f"k{i}", value(i))
+        if not all(pool.exists(["watched", "other"])):
+            break
+    assert pool.exists(["watched", "other"]) == [False, True]  # the older of two that nobody used
 
 
 def test_replaced_deleted_and_consumed_ones_stay_so_over_a_crash_of_the_worker(ssd: Path, pool_env: PoolEnv) -> None:

@@ -10,8 +10,8 @@ from torch_mooncake.cli import EXIT_ERROR, EXIT_MISSING, emit, human, seconds
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.config import Config
 from torch_mooncake.errors import Error, IoError, KeyNotFound, PeerLost, PoolUnavailable
-from torch_mooncake.objects import Description, describe
-from torch_mooncake.pool import Pool
+from torch_mooncake.objects import Description, describe, describe_peeked
+from torch_mooncake.pool import Pool, peek
 from torch_mooncake.tensors import Array, Bytes, Leaf, Sharded, Tensor, build
 
 
@@ -81,8 +81,10 @@ def _leaf(leaf: Leaf) -> str:
     return f"{'bytes' if isinstance(leaf, Bytes) else 'str'} ({leaf.nbytes})"
 
 
-def _describe(description: Description) -> Any:
+def _describe(description: Description | None) -> Any:
     """The value with a few words in the place of each leaf; JSON."""
+    if description is None:
+        return "not told: its description is on an SSD with it"
     return _jsonable(build(description.root, _leaf))
 
 
@@ -108,7 +110,7 @@ def _ls(args: argparse.Namespace) -> int:
             return 0
         client = pool._client(deadline)
         rows = []
-        for key, found in zip(keys, client.locate_many(keys, deadline), strict=True):
+        for key, found in zip(keys, client.peek_many(keys, deadline), strict=True):
             try:
                 rows.append(_entry(client, key, found, deadline))
             except KeyNotFound:
@@ -128,7 +130,7 @@ def _entry(client: Any, key: str, found: Any, deadline: int) -> dict[str, Any]:
         "version": list(found.version),
         "label": found.label,
         "sealed": found.sealed,
-        "value": _describe(describe(client, found, deadline)),
+        "value": _describe(describe_peeked(client, found, deadline)),
     }
 
 
@@ -145,7 +147,11 @@ def show(args: argparse.Namespace) -> None:
     """What the pool knows of a key."""
     deadline = until(args)
     with connect(args) as pool:
-        _, found, description = located(pool, args.key, deadline, args.wait)
+        if args.wait is not None and not pool.exists(args.key):
+            pool.wait(args.key, args.wait)
+        client = pool._client(deadline)
+        found = peek(client, args.key, deadline)
+        description = describe_peeked(client, found, deadline)
         document = {
             "key": args.key,
             "nbytes": found.nbytes,
@@ -154,7 +160,8 @@ def show(args: argparse.Namespace) -> None:
             "sealed": found.sealed,
             "replicas": found.replicas,
             "expires_in_s": None if found.left_ms is None else found.left_ms / 1000,
-            "meta": _jsonable(description.user or {}),
+            "tiers": found.tiers,
+            "meta": _jsonable((description and description.user) or {}),
             "value": _describe(description),
         }
         emit(args, document, "\n".join(f"{name}: {value}" for name, value in document.items()))

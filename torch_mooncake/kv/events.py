@@ -119,7 +119,7 @@ class KVEvents:
         names = {key: name for key in keys if (name := PageKey.parse(key)) is not None}
         keys = [key for key, name in names.items() if self._namespace in (None, name.namespace)]
         deadline = max(deadline, deadline_ns(2))  # for the answer, also without a timeout
-        found = self._pool._client(deadline).locate_many(keys, deadline) if keys else []
+        found = self._pool._client(deadline).peek_many(keys, deadline) if keys else []
         described = {}
         for key, item in zip(keys, found, strict=True):
             if isinstance(item, Error) and item.retryable:

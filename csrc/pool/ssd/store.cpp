@@ -211,6 +211,18 @@ void Store::read(const Spot& spot, std::function<void(Result<Loaded>)> done) {
   pump_reads();
 }
 
+void Store::read_head(const Spot& spot, std::function<void(Result<Head>)> done, uint64_t blocks) {
+  const Spot begin{spot.segment, spot.block, static_cast<uint32_t>(std::min<uint64_t>(spot.blocks, blocks))};
+  auto decode = [this, spot, begin, done = std::move(done)](const Result<Loaded>& read) {
+    if (!read.is_ok()) return done(read.status());
+    const auto need = head_nbytes(read->data, id_, spot.segment, spot.block);
+    if (need && *need > begin.nbytes() && begin.blocks < spot.blocks) return read_head(spot, done, blocks_of(*need));
+    done(decode_head(read->data, begin.nbytes(), id_, spot.segment, spot.block));
+  };
+  waiting_reads_.push_back({begin, std::move(decode), false});
+  pump_reads();
+}
+
 void Store::pump_reads() {
   while (!waiting_reads_.empty()) {
     Pending& next = waiting_reads_.front();
@@ -245,9 +257,10 @@ void Store::pump_reads() {
       destroy_if_idle();
       pump_reads();
     };
-    auto on_disk = [inbox = options_.inbox, worker = worker_, store = id_, spot = read.spot, buffer,
+    auto on_disk = [inbox = options_.inbox, worker = worker_, store = id_, spot = read.spot, whole = read.whole, buffer,
                     finish](const Status& s) {
       if (!s.is_ok()) return inbox->put([finish, s] { finish(s); });
+      if (!whole) return inbox->put([finish, buffer] { finish(Loaded{{}, buffer, buffer.get()}); });
       worker->run([inbox, store, spot, buffer, finish] {
         auto loaded = std::make_shared<Result<Loaded>>(verified(buffer, store, spot));
         inbox->put([finish, loaded] { finish(std::move(*loaded)); });

@@ -84,6 +84,8 @@ class TM_API Store {
   // or more. `hold` keeps that memory.
   std::optional<Spot> write(uint64_t id, Record record, std::vector<iovec> data, std::shared_ptr<void> hold, Done done);
   void read(const Spot& spot, std::function<void(Result<Loaded>)> done);
+  // Without the bytes. `blocks`: what is read first.
+  void read_head(const Spot& spot, std::function<void(Result<Head>)> done, uint64_t blocks = 8);
   // Durable when done. Groups of them share one fdatasync.
   void mark(std::vector<Spot> spots, Done done);
   void tick(int64_t now_ns);
@@ -106,6 +108,7 @@ class TM_API Store {
   struct Pending {
     Spot spot;
     std::function<void(Result<Loaded>)> done;
+    bool whole = true;  // a record; else its beginning, as it is
   };
 
   Store(StoreOptions options, Owner& owner, Opened opened);

@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from processes import eventually, running
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pd_disaggregation"
 DEMO = EXAMPLE / "demo.py"
 
 
-def start(run_dir: Path, *args: str, **env: str) -> subprocess.Popen:
-    return subprocess.Popen(
+def start(run_dir: Path, *args: str, **env: str) -> AbstractContextManager[subprocess.Popen]:
+    return running(
         [sys.executable, str(DEMO), "--model", "random", "--run-dir", str(run_dir), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -50,11 +52,8 @@ def wait_until_clean(run_dir: Path, shm_before: set[str]) -> None:
 
 
 def wait_for_services(run_dir: Path, demo: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 90
-    while not (run_dir / "front.json").exists():
-        assert demo.poll() is None, demo.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert eventually(lambda: (run_dir / "front.json").exists() or demo.poll() is not None, 90)
+    assert demo.poll() is None, demo.stdout.read()
 
 
 @pytest.fixture
@@ -64,8 +63,8 @@ def shm_before() -> set[str]:
 
 def test_the_whole_demo(tmp_path, shm_before):
     run_dir, report = tmp_path / "run", tmp_path / "report.json"
-    demo = start(run_dir, "--max-tokens", "24", "--json", str(report))
-    out, _ = demo.communicate(timeout=150)
+    with start(run_dir, "--max-tokens", "24", "--json", str(report)) as demo:
+        out, _ = demo.communicate(timeout=150)
     assert demo.returncode == 0, out
     rows = json.loads(report.read_text())
     assert [row["name"] for row in rows["turns"]] == ["A1", "B1", "A2", "A3", "B2", "C1", "N1"]
@@ -80,11 +79,11 @@ def test_the_whole_demo(tmp_path, shm_before):
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path, shm_before):
     run_dir = tmp_path / "run"
-    demo = start(run_dir)
-    wait_for_services(run_dir, demo)
-    assert len(processes_of(run_dir)) >= 5
-    os.killpg(demo.pid, signal.SIGINT)  # what a terminal does: to the whole foreground group
-    out, _ = demo.communicate(timeout=30)
+    with start(run_dir) as demo:
+        wait_for_services(run_dir, demo)
+        assert len(processes_of(run_dir)) >= 5
+        os.killpg(demo.pid, signal.SIGINT)  # what a terminal does: to the whole foreground group
+        out, _ = demo.communicate(timeout=30)
     assert demo.returncode == 130, out
     wait_until_clean(run_dir, shm_before)
     assert not run_dir.exists()
@@ -93,17 +92,17 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, shm_before):
 @pytest.mark.parametrize("everybody", [False, True], ids=["the demo", "everybody"])
 def test_sigkill_leaves_nothing_running(tmp_path, shm_before, everybody):
     run_dir = tmp_path / "run"
-    demo = start(run_dir)
-    wait_for_services(run_dir, demo)
-    if everybody:
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"TM_RUNTIME_DIR={run_dir}" in (place / "environ").read_bytes().decode(errors="replace"):
-                    os.kill(int(place.name), signal.SIGKILL)
-            except (OSError, ProcessLookupError):
-                continue
-    demo.kill()
-    demo.communicate()
+    with start(run_dir) as demo:
+        wait_for_services(run_dir, demo)
+        if everybody:
+            for place in Path("/proc").glob("[0-9]*"):
+                try:
+                    if f"TM_RUNTIME_DIR={run_dir}" in (place / "environ").read_bytes().decode(errors="replace"):
+                        os.kill(int(place.name), signal.SIGKILL)
+                except (OSError, ProcessLookupError):
+                    continue
+        demo.kill()
+        demo.communicate()
     wait_until_clean(run_dir, shm_before)
 
 

@@ -11,6 +11,7 @@ import torch
 from client import RequestFailed, ask
 from cluster import Cluster
 from paged_cache import make_cache
+from processes import stop
 from worker import CONFIG_KEY, PAGE_SIZE, WEIGHTS
 
 import torch_mooncake as tm
@@ -171,7 +172,7 @@ def test_a_worker_killed_during_a_request(cluster, plain, role):
 
     async def ask_and_kill():
         url = cluster.front_url()
-        cluster.processes["prefill"].send_signal(signal.SIGSTOP)  # holds the request in the middle
+        stop(cluster.processes["prefill"].pid)  # holds the request in the middle
         request = asyncio.create_task(ask(url, "/v1/completions", {"prompt": prompt, "max_tokens": NEW}))
         deadline = time.monotonic() + 10
         while (await get_json((await workers_of(url))["decode"]["url"] + "/health"))[1]["pages_available"] == PAGES:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from caches import LAYERS, decode_cache, prefill_cache
+from processes import eventually
 
 import torch_mooncake as tm
 from torch_mooncake.kv import KVReceiver, KVSender, PageAllocator, PagedKV
@@ -63,13 +64,6 @@ def prefill():
     side = Prefill()
     yield side
     side.close()
-
-
-def until(check, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, "not reached"
-        time.sleep(0.01)
 
 
 def at_rest(decode: Decode) -> bool:
@@ -211,7 +205,7 @@ def test_the_prefill_sides_error_arrives_as_itself(decode, prefill):
 
 def test_a_session_ends_at_its_deadline_though_nobody_waits(decode):
     session = decode.receiver.open(3, timeout=0.3)
-    until(lambda: session.state == "timeout")
+    assert eventually(lambda: session.state == "timeout")
     assert at_rest(decode)
     with pytest.raises(tm.DeadlineExceeded):
         session.wait()
@@ -350,7 +344,7 @@ def test_prefill_killed_after_some_layers(decode, layers):
         with pytest.raises(tm.PeerLost):
             session.wait()
         assert time.monotonic() - killed < 3
-    until(lambda: at_rest(decode))
+    assert eventually(lambda: at_rest(decode))
 
 
 def test_prefill_stopped_in_the_middle_ends_at_the_deadline(decode):

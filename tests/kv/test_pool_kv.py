@@ -2,11 +2,11 @@
 
 import asyncio
 import random
-import time
 
 import pytest
 import torch
 from caches import LAYERS, SIZE, decode_cache, prefill_cache
+from processes import eventually
 
 import torch_mooncake as tm
 from torch_mooncake import _core
@@ -124,7 +124,7 @@ def test_pins_end_with_their_owner(pool, sides, child):
     code += "result = _core.match_prefix(tm.init()._client(2**62), keys, 3_000_000, 2**62)"
     assert other(code, keys=keys) == 5
     other.kill()
-    time.sleep(1)
+    assert eventually(lambda: pool.stat()["nodes"][0]["clients"] == 1)
     for i in range(250):
         pool.put(f"more/{i}", torch.zeros(4 << 20, dtype=torch.uint8))
     assert store.match_prefix(keys) == 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import PoolEnv, eventually, stopped
+from processes import PoolEnv, eventually, running, stopped
 from services import COMMAND, ask, becomes_ready, cli, free_port, two_nodes
 
 import torch_mooncake as tm
@@ -143,14 +143,14 @@ def test_a_draining_node_takes_nothing_new_and_lets_writers_finish(node: Any, po
     assert eventually(lambda: (pool_env.folder / "node.sock").exists())
     slow = {**os.environ, "TM_FAILPOINTS": "client.written=sleep:2000"}
     code = "import numpy as np, torch_mooncake as tm; tm.put('k', np.ones(1 << 20)); print('stored')"
-    writer = subprocess.Popen([sys.executable, "-c", code], env=slow, stdout=subprocess.PIPE)
     pool = tm.init()
-    assert eventually(lambda: pool.stat()["nodes"][0]["prepared_bytes"] > 0)
-    process.send_signal(signal.SIGTERM)
-    assert eventually(lambda: pool.stat()["nodes"][0]["draining"])
-    with pytest.raises(tm.PoolUnavailable, match="draining"):
-        pool.put("late", np.ones(1 << 20), timeout=0.5)
-    assert writer.communicate(timeout=20)[0] == b"stored\n"
+    with running([sys.executable, "-c", code], env=slow, stdout=subprocess.PIPE) as writer:
+        assert eventually(lambda: pool.stat()["nodes"][0]["prepared_bytes"] > 0)
+        process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: pool.stat()["nodes"][0]["draining"])
+        with pytest.raises(tm.PoolUnavailable, match="draining"):
+            pool.put("late", np.ones(1 << 20), timeout=0.5)
+        assert writer.communicate(timeout=20)[0] == b"stored\n"
     assert process.wait(20) == 0
 
 
@@ -161,13 +161,10 @@ def test_top_once_as_text_and_json(pool: tm.Pool) -> None:
     assert "ready" in text
     stat = json.loads(cli("top", "--once", "--json"))
     assert stat["nodes"][0]["commits"] == 1
-    live = subprocess.Popen([*COMMAND, "top", "--interval", "0.1", "--json"], stdout=subprocess.PIPE, text=True)
-    try:
-        lines = [json.loads(live.stdout.readline()) for _ in range(3)]  # type: ignore[union-attr]
-    finally:
+    with running([*COMMAND, "top", "--interval", "0.1", "--json"], stdout=subprocess.PIPE, text=True) as live:
+        lines = [json.loads(live.stdout.readline()) for _ in range(3)]
         live.send_signal(signal.SIGINT)
         assert live.wait(10) == 130
-        live.stdout.close()  # type: ignore[union-attr]
     assert lines[2]["per_s"]["commits"] == 0
     cli("top", "--once", "--interval", "0", status=1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import PoolEnv
+from processes import PoolEnv, running
 
 import torch_mooncake as tm
 from torch_mooncake import _core
@@ -109,7 +109,7 @@ def test_a_long_list_shows_what_cannot_be_described(pool: tm.Pool) -> None:
 
 def test_a_wait_may_be_longer_than_the_timeout(pool: tm.Pool) -> None:
     command = [sys.executable, "-m", "torch_mooncake", "info", "late", "--wait", "30", "--timeout", "1", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(3)  # past its timeout
         pool.put("late", bytes(1 << 20))

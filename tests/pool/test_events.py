@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PoolEnv, eventually, stopped
+from processes import PoolEnv, eventually, running, stopped
 
 import torch_mooncake as tm
 from torch_mooncake.events import Event, Subscription
@@ -132,7 +132,7 @@ def test_under_load_a_subscriber_ends_with_what_is_there(pool: tm.Pool) -> None:
 def test_the_command_line_prints_events(pool: tm.Pool) -> None:
     pool.put("a", b"1")
     command = [sys.executable, "-m", "torch_mooncake", "events", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listening:
+    with running(command, stdout=subprocess.PIPE, text=True) as listening:
         lines: Any = listening.stdout
         assert json.loads(lines.readline())["key"] == "a"
         pool.delete("a")

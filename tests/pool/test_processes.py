@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import eventually, processes_with
+from processes import eventually, processes_with, running
 
 import torch_mooncake as tm
 
@@ -283,13 +283,11 @@ def test_unreachable_addresses_are_clear_errors(pool_env: Any) -> None:
 def test_ctrl_c_ends_a_wait(pool: tm.Pool, wait: str) -> None:
     code = f"import torch_mooncake as tm; tm.init(); print('waiting', flush=True)\ntry: {wait}\n"
     code += "except KeyboardInterrupt: print('interrupted', flush=True)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == "waiting\n"
-    time.sleep(0.5)
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "interrupted\n"
-    assert process.wait(10) == 0
-    assert time.monotonic() - start < 5
-    process.stdout.close()
+    with running([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)  # nothing tells that it waits
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert process.wait(10) == 0
+        assert time.monotonic() - start < 5

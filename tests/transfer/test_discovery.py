@@ -56,7 +56,9 @@ class Etcd:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        assert eventually(self.answers, 20), "etcd does not start"
+        if not eventually(self.answers, 20):
+            self.kill()
+            raise AssertionError("etcd does not start")
 
     def answers(self) -> bool:
         with socket.socket() as s:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import running
 
 import torch_mooncake as tm
 
@@ -558,17 +559,15 @@ try:
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == "waiting\n"
-    time.sleep(0.5)
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - start < 2
-    os.kill(other.pid, signal.SIGCONT)
-    assert process.wait(10) == 0
-    process.stdout.close()
+    with running([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)  # nothing tells that it waits
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - start < 2
+        os.kill(other.pid, signal.SIGCONT)
+        assert process.wait(10) == 0
 
 
 # --- nothing leaks ---

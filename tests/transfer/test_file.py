@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import eventually
 
 import torch_mooncake as tm
 from torch_mooncake import _core
@@ -270,7 +271,7 @@ def test_an_owner_that_dies_or_stops(owner: Any, folder: Path) -> None:
         remote = engine.connect(address).open(descriptor)
         back = np.zeros(remote.nbytes, np.uint8)
         region = engine.register(back)
-        os.kill(other.process.pid, signal.SIGSTOP)
+        other.kill(signal.SIGSTOP)
         with pytest.raises(tm.DeadlineExceeded):
             engine.read(region, remote, timeout=0.3).wait(5)
         back[:] = 1
@@ -301,8 +302,4 @@ def test_a_file_goes_with_its_object(tmp_path: Path) -> None:
         del file
         gc.collect()
         assert engine.stats()["regions"] == regions - 1
-        for _ in range(200):
-            if count() == 0:
-                break
-            signal.sigtimedwait([], 0.01)
-        assert count() == 0
+        assert eventually(lambda: count() == 0)

@@ -118,7 +118,12 @@ class PeerProcess {
     int status;
     ::waitpid(pid_, &status, 0);
   }
-  void send(int signal) { ::kill(pid_, signal); }
+  // SIGSTOP: returns when every thread stands still; one of them may run on for a while after the signal.
+  void send(int signal) {
+    ::kill(pid_, signal);
+    siginfo_t stopped;
+    if (signal == SIGSTOP) ::waitid(P_PID, pid_, &stopped, WSTOPPED | WNOWAIT);
+  }
   const std::string& address() const { return address_; }
   pid_t pid() const { return pid_; }
 

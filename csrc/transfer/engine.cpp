@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <unordered_map>
 
 #include "common/log.h"
@@ -192,11 +193,25 @@ Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions
     TM_ASSIGN(place.nic_keys,
               rdma::RegionKeys::make(nics_, place.data, place.nbytes, options.readable, options.writable));
   }
+  if (!nics_.empty() && place.kind == MemoryKind::cuda) {
+    auto& memory = static_cast<CudaMemory&>(*place.backing);
+    if (memory.shareable()) {  // a weak region's memory may be freed at any time
+      auto keys = rdma::RegionKeys::of_device(nics_, memory, options.readable, options.writable);
+      static log::Once once(60'000);
+      if (keys) {
+        if ((*keys)->flush()) flush_devices_ |= uint64_t{1} << (memory.queue().device() & 63);
+        place.nic_keys = std::move(*keys);
+      } else if (once.pass()) {
+        log::warning("transfer", keys.status().with("no GPUDirect RDMA, it goes through host memory").to_string());
+      }
+    }
+  }
   return RegionPtr(regions_->add(std::move(place), std::move(options), [&](const RegionImpl& region) {
-    if (region.backing()) return region.backing()->access_records(region);
     std::vector<AccessRecord> records;
-    if (shm && region.segment()) records.push_back(segment_record(region));
-    if (shm) records.push_back(process_vm_record(region));
+    if (region.backing()) records = region.backing()->access_records(region);
+    const bool host = !region.backing();
+    if (host && shm && region.segment()) records.push_back(segment_record(region));
+    if (host && shm) records.push_back(process_vm_record(region));
     if (region.nic_keys()) records.push_back(region.nic_keys()->record());
     return records;
   }));
@@ -259,6 +274,14 @@ Result<RegionPtr> EngineImpl::register_cuda(void* data, uint64_t nbytes, RegionO
   options.keep = std::shared_ptr<Keep>(new Keep{memory, std::move(options.keep)});
   return add_region({.data = data, .nbytes = nbytes, .kind = MemoryKind::cuda, .backing = std::move(memory)},
                     std::move(options));
+}
+
+Status EngineImpl::flush_nic_writes() {
+  for (uint64_t left = flush_devices_; left != 0; left &= left - 1) {
+    TM_ASSIGN(auto driver, CudaDriver::get());
+    TM_TRY(driver->flush_nic_writes(std::countr_zero(left)));
+  }
+  return {};
 }
 
 void EngineImpl::revoke_mapped(const RegionImplPtr& region) {
@@ -426,7 +449,7 @@ Status EngineImpl::check(Direction direction, std::span<const Batch> batches) co
     if (&static_cast<PeerImpl&>(*remote.peer()).engine() != this)
       return bad("the remote region was opened by another engine");
     TM_TRY(check_bounds(batch, first));
-    TM_TRY(remote.reachable(direction, local.kind()));
+    TM_TRY(remote.reachable(direction, local.local_kind()));
     first += batch.extents.size();
   }
   return {};

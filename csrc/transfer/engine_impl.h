@@ -68,7 +68,9 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   // Dials lanes. Rails take different threads, so that one that is silent does not hold up the others.
   Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
   HostRails& host_rails() { return host_rails_; }
-  const rdma::Nics& nics() const { return nics_; }   // empty unless "rdma" is allowed
+  const rdma::Nics& nics() const { return nics_; }  // empty unless "rdma" is allowed
+  // What NICs have written into devices until now is there for whoever works on them.
+  Status flush_nic_writes();
   PeerImplPtr peer(const rpc::SessionPtr& session);  // the session's peer, made if need be
   // Registers a method whose handler wants the peer.
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
@@ -98,7 +100,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::shared_ptr<NotificationQueue> notes_;
   std::unique_ptr<rpc::Endpoint> rpc_;
   rdma::Nics nics_;
-  std::shared_ptr<RegionTable> regions_;  // shared with drains that may outlive us
+  std::atomic<uint64_t> flush_devices_{0};  // a bit each: has regions that NICs write to, and wants flush_nic_writes()
+  std::shared_ptr<RegionTable> regions_;    // shared with drains that may outlive us
   std::shared_ptr<Pacer> pacer_;
   Worker mover_{"tm-mover"};
   std::array<Worker, 4> repair_{Worker("tm-repair-0"), Worker("tm-repair-1"), Worker("tm-repair-2"),

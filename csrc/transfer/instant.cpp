@@ -28,7 +28,7 @@ OpPtr EngineImpl::transfer_now(Direction direction, const Batch& batch, const Op
   auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
   auto& peer = static_cast<PeerImpl&>(*remote.peer());
   auto& local = static_cast<RegionImpl&>(*batch.local);
-  auto* endpoint = remote.path(direction, local.kind()).endpoint;
+  auto* endpoint = remote.path(direction, local.local_kind()).endpoint;
   if (!endpoint->copies_now(direction) || !peer.alive() || !local.usage().acquire(peer.name())) return nullptr;
   const bool writes = direction == Direction::write;
   const int64_t began_ns = steady_ns();

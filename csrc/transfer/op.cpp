@@ -197,7 +197,9 @@ void OpImpl::arm_timer() {
 }
 
 TransportEndpoint* OpImpl::endpoint_of(const Batch& batch) const {
-  return static_cast<RemoteRegionImpl&>(*batch.remote).path(direction_, batch.local->kind()).endpoint;
+  return static_cast<RemoteRegionImpl&>(*batch.remote)
+      .path(direction_, static_cast<RegionImpl&>(*batch.local).local_kind())
+      .endpoint;
 }
 
 void OpImpl::sort_by_path() {

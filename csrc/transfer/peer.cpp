@@ -197,17 +197,17 @@ Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion ope
   // Each local kind takes the first transport that carries it. A transport that several kinds ask is opened once.
   RemoteRegionImpl::Paths paths;
   auto find_paths = [&](Direction direction) -> Status {
-    uint8_t missing = (1 << kMemoryKinds) - 1;
+    uint8_t missing = (1 << kLocalKinds) - 1;
     for (auto& endpoint : endpoints_) {
-      uint8_t takes = missing & endpoint->capabilities().local_kinds;
+      uint8_t takes = missing & endpoint->capabilities().takes();
       if (takes == 0) continue;
       TM_ASSIGN(auto memory, endpoint->open(opened, direction, deadline));
       if (!memory) continue;
       missing &= ~takes;
-      for (int kind = 0; kind < kMemoryKinds; ++kind)
+      for (int kind = 0; kind < kLocalKinds; ++kind)
         if (takes >> kind & 1) paths[kind][static_cast<int>(direction)] = {endpoint.get(), memory};
     }
-    if (!(missing >> static_cast<int>(MemoryKind::host) & 1)) return {};  // the other kinds are staged through it
+    if (!(missing & kind_bit(LocalKind::host))) return {};  // the other kinds are staged through it
     return {Code::unsupported,
             "no allowed transport reaches memory of " + name_ + (same_host() ? " (same host)" : " (another host)")};
   };
@@ -402,7 +402,7 @@ void PeerImpl::release_later() {
 RemoteRegionImpl::RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Paths paths)
     : peer_(std::move(peer)), opened_(std::move(opened)), paths_(std::move(paths)) {}
 
-Status RemoteRegionImpl::reachable(Direction d, MemoryKind local) const {
+Status RemoteRegionImpl::reachable(Direction d, LocalKind local) const {
   if (path(d, local).endpoint) return {};
   bool read = d == Direction::read;
   if (!(read ? opened_.descriptor.readable : opened_.descriptor.writable))
@@ -452,7 +452,7 @@ std::string RemoteRegionImpl::transport() const {
 }
 
 std::shared_ptr<const std::byte> RemoteRegionImpl::mapped() const {
-  for (auto& path : paths_[static_cast<int>(MemoryKind::host)])
+  for (auto& path : paths_[static_cast<int>(LocalKind::host)])
     if (path.memory) return path.memory->mapped();
   return nullptr;
 }

@@ -138,7 +138,7 @@ class RemoteRegionImpl final : public RemoteRegion, public std::enable_shared_fr
     TransportEndpoint* endpoint = nullptr;
     RemoteMemoryPtr memory;
   };
-  using Paths = std::array<std::array<Path, 2>, kMemoryKinds>;  // by kind of the local memory, and direction
+  using Paths = std::array<std::array<Path, 2>, kLocalKinds>;  // by kind of the local memory, and direction
   RemoteRegionImpl(PeerImplPtr peer, OpenedRegion opened, Paths paths);
   ~RemoteRegionImpl() override;
   uint64_t nbytes() const override { return opened_.descriptor.nbytes; }
@@ -148,11 +148,11 @@ class RemoteRegionImpl final : public RemoteRegion, public std::enable_shared_fr
 
   const Descriptor& descriptor() const { return opened_.descriptor; }
   uint32_t grant() const { return opened_.grant; }
-  const Path& path(Direction d, MemoryKind local = MemoryKind::host) const {
+  const Path& path(Direction d, LocalKind local = LocalKind::host) const {
     return paths_[static_cast<int>(local)][static_cast<int>(d)];
   }
   // invalid_argument: the owner does not allow it; unsupported: no transport carries it.
-  Status reachable(Direction d, MemoryKind local) const;
+  Status reachable(Direction d, LocalKind local) const;
   // Users of the owner's bytes in this process. Revoked when the owner calls the grant back.
   Usage& usage() { return usage_; }
   // `gone` once nothing here touches the owner's memory any more, nor ever will.

@@ -19,6 +19,8 @@ RegionImplPtr RegionTable::add(Place place, RegionOptions options,
   region->nbytes_ = place.nbytes;
   region->options_ = std::move(options);
   region->kind_ = place.kind;
+  const bool on_nics = place.kind == MemoryKind::cuda && place.nic_keys;
+  region->local_kind_ = on_nics ? LocalKind::cuda_on_nics : as_local(place.kind);
   region->backing_ = std::move(place.backing);
   region->segment_ = std::move(place.segment);
   region->segment_offset_ = place.segment_offset;

@@ -14,6 +14,7 @@
 #include "transfer/descriptor.h"
 #include "transfer/engine.h"
 #include "transfer/region_index.h"
+#include "transfer/transport.h"
 #include "transfer/usage.h"
 
 namespace torch_mooncake::transfer {
@@ -46,6 +47,7 @@ class RegionImpl final : public Region {
   const Id128& engine() const { return engine_; }
   // With RDMA: how NICs reach it. Gone when the region is forgotten, which fences them.
   const std::shared_ptr<rdma::RegionKeys>& nic_keys() const { return nic_keys_; }
+  LocalKind local_kind() const { return local_kind_; }
 
  private:
   friend class RegionTable;
@@ -53,6 +55,7 @@ class RegionImpl final : public Region {
   uint64_t nbytes_ = 0, id_ = 0, generation_ = 0;
   RegionOptions options_;
   MemoryKind kind_ = MemoryKind::host;
+  LocalKind local_kind_ = LocalKind::host;
   std::shared_ptr<Backing> backing_;
   std::shared_ptr<Segment> segment_;
   uint64_t segment_offset_ = 0;

@@ -20,6 +20,13 @@ namespace torch_mooncake::transfer {
 class OpImpl;
 class RegionImpl;
 
+// Kinds of local memory as paths know them: those of MemoryKind, and CUDA memory that this engine's NICs reach as well.
+// Whatever takes CUDA memory takes that.
+enum class LocalKind : uint8_t { host, file, cuda, cuda_on_nics };
+inline constexpr int kLocalKinds = 4;
+constexpr uint8_t kind_bit(LocalKind kind) { return static_cast<uint8_t>(1 << static_cast<int>(kind)); }
+constexpr LocalKind as_local(MemoryKind kind) { return static_cast<LocalKind>(kind); }
+
 // What a transport can do, asked before it is used: no virtual of an absent capability exists to be called.
 struct Capabilities {
   const char* option;   // the name in EngineOptions::transports that allows it
@@ -29,9 +36,11 @@ struct Capabilities {
   bool target_idle;     // the target's CPU takes no part in moving bytes
   bool owner_revokes;   // the owner alone can end access; otherwise it needs the peer's release, or its death
   bool carries_notify;  // can deliver the notification behind the data of a part by itself
-  // Kinds of *local* memory it reads and writes: bits 1 << MemoryKind. What it reaches at the other side, open() says.
-  uint8_t local_kinds = 1 << static_cast<int>(MemoryKind::host);
-  bool takes(MemoryKind kind) const { return local_kinds >> static_cast<int>(kind) & 1; }
+  // Kinds of *local* memory it reads and writes: kind_bit()s. What it reaches at the other side, open() says.
+  uint8_t local_kinds = kind_bit(LocalKind::host);
+  uint8_t takes() const {
+    return local_kinds | (local_kinds & kind_bit(LocalKind::cuda) ? kind_bit(LocalKind::cuda_on_nics) : 0);
+  }
 };
 
 // How one transport reaches one remote region; whatever it needs to know. Dropped with the RemoteRegion.

@@ -49,6 +49,9 @@ class FakeCuda final : public transfer::CudaDriver {
   std::atomic<bool> no_share{false}, no_map{false}, no_ids{false};
   std::atomic<int> mappings_alive{0}, mappings_made{0};
   std::atomic<int> unmapped_elsewhere{0};  // than on the thread that may wait for the device
+  // What NICs write arrives at once, or when it is flushed.
+  std::atomic<bool> no_dmabuf{false}, ordered{true}, fail_flushes{false};
+  std::atomic<int> dmabufs_made{0}, flushes{0};
 
   // One allocation as by cudaMalloc; or many parts side by side, each mapped from a handle, as expandable segments are.
   std::shared_ptr<void> allocate(size_t nbytes, size_t parts = 1, int device = 0, void* at = nullptr) {
@@ -134,8 +137,37 @@ class FakeCuda final : public transfer::CudaDriver {
     });
     return {};
   }
-  Result<UniqueFd> export_dmabuf(uint64_t, size_t) override {
-    return Status(Code::unsupported, "the fake has no dmabuf");
+  // A dmabuf is a file that says what it is of; NICs of fake_verbs.h read that.
+  Result<UniqueFd> export_dmabuf(uint64_t address, size_t nbytes) override {
+    if (no_dmabuf) return Status(Code::unsupported, "the fake has no dmabuf");
+    std::lock_guard lock(mutex_);
+    auto it = allocations_.upper_bound(address);
+    uint64_t room = it == allocations_.begin() ? 0 : ((--it)->second.where.nbytes + 4095) / 4096 * 4096;
+    if (room == 0 || address % 4096 != 0 || nbytes % 4096 != 0 || address + nbytes > it->first + room)
+      return Status(Code::io, "cuMemGetHandleForAddressRange: invalid argument");
+    UniqueFd fd(memfd_create("fake-dmabuf", MFD_CLOEXEC));
+    const uint64_t range[] = {address, nbytes};
+    REQUIRE(::write(fd.get(), range, sizeof range) == sizeof range);
+    ++dmabufs_made;
+    return fd;
+  }
+  bool orders_nic_writes(int) override { return ordered; }
+  Status flush_nic_writes(int) override {
+    std::lock_guard lock(mutex_);
+    if (fail_flushes) return {Code::io, "cuFlushGPUDirectRDMAWrites: an illegal memory access was encountered"};
+    for (auto& [to, bytes] : held_back_) std::memcpy(to, bytes.data(), bytes.size());
+    held_back_.clear();
+    ++flushes;
+    return {};
+  }
+  // A NIC writes here. False: this is no device memory, or it is ordered: then the NIC does.
+  bool nic_writes(void* to, const void* from, size_t n) {
+    auto address = reinterpret_cast<uint64_t>(to);
+    std::lock_guard lock(mutex_);
+    auto it = allocations_.upper_bound(address);
+    if (ordered || it == allocations_.begin() || address >= (--it)->first + it->second.where.nbytes) return false;
+    held_back_.emplace_back(to, std::string(static_cast<const char*>(from), n));
+    return true;
   }
 
   int devices() const override { return device_count; }
@@ -220,6 +252,7 @@ class FakeCuda final : public transfer::CudaDriver {
   };
   uint64_t next_id_ = 1;
   std::map<uint64_t, Allocation> allocations_;
+  std::vector<std::pair<void*, std::string>> held_back_;
 };
 
 }  // namespace transfer_test

@@ -20,6 +20,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <random>
@@ -183,6 +184,8 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     set_hanging(true);
     raise(Event::fatal);
   }
+  static inline std::function<bool(void* data)> refuses;  // memory that has no pages for a NIC
+  static inline std::function<bool(void* to, const void* from, size_t n)> takes_write;  // a device's memory
   uint64_t nbytes_moved() const { return moved_; }
   uint64_t requests() const { return requests_; }
   int pairs() const { return pairs_alive_; }
@@ -193,16 +196,27 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     return {name_, port_up_, max_mr_nbytes_, 1 << 30, 256, 64, 4096, 100'000};
   }
   Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool, bool writable) override {
+    if (refuses && refuses(data)) return Status(Code::io, "ibv_reg_mr: Bad address");
+    return add_key(reinterpret_cast<uint64_t>(data), nbytes, writable);
+  }
+  Result<std::unique_ptr<Registration>> add_key(uint64_t address, uint64_t nbytes, bool writable) {
     if (nbytes > max_mr_nbytes_) return Status(Code::io, "ibv_reg_mr: larger than max_mr_size");
     uint32_t index = ++Fabric::instance().keys_used;
     if (index >= Fabric::kKeys) return Status(Code::io, "ibv_reg_mr: Cannot allocate memory");
     auto& key = Fabric::instance().keys[index];
     key.pid = getpid();
-    key.address = reinterpret_cast<uint64_t>(data);
+    key.address = address;
     key.nbytes = nbytes;
     key.writable = writable;
     key.valid = 1;
     return std::unique_ptr<Registration>(new FakeRegistration(index));
+  }
+  Result<std::unique_ptr<Registration>> register_dmabuf(int fd, uint64_t offset, uint64_t nbytes, uint64_t address,
+                                                        bool, bool writable) override {
+    uint64_t range[2];  // as FakeCuda::export_dmabuf wrote them
+    if (pread(fd, range, sizeof range, 0) != sizeof range || offset + nbytes > range[1] || range[0] + offset != address)
+      return Status(Code::io, "ibv_reg_dmabuf_mr: Invalid argument");
+    return add_key(address, nbytes, writable);
   }
   Result<std::unique_ptr<QueuePair>> make_queue_pair(uint32_t work_requests, uint32_t) override {
     uint32_t index = ++Fabric::instance().pairs_used;
@@ -365,7 +379,9 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
       auto* there = reinterpret_cast<char*>(request.remote);
       outcome = Outcome::done;
       if (remote.pid == getpid()) {
-        write ? std::memcpy(there, local, nbytes) : std::memcpy(local, there, nbytes);
+        auto* to = write ? there : local;
+        auto* from = write ? local : there;
+        if (!takes_write || !takes_write(to, from, nbytes)) std::memcpy(to, from, nbytes);
       } else {
         iovec l{local, nbytes}, r{there, nbytes};
         ssize_t n =

@@ -61,8 +61,12 @@ class CudaDriver {
   // The stream goes on when *flag, a word of pinned memory, is at least `value`. unsupported: the device cannot.
   virtual Status wait_flag(int device, CudaStream stream, uint32_t* flag, uint32_t value) = 0;
 
-  // For NICs that reach device memory themselves: page aligned ranges only.
-  virtual Result<UniqueFd> export_dmabuf(uint64_t address, size_t nbytes) = 0;
+  // --- For NICs that reach device memory themselves.
+  virtual Result<UniqueFd> export_dmabuf(uint64_t address, size_t nbytes) = 0;  // page aligned ranges only
+  // Whoever works on the device sees what a NIC has written when it is told that it is there. If not, after
+  // flush_nic_writes() of that time, which blocks for microseconds.
+  virtual bool orders_nic_writes(int device) = 0;
+  virtual Status flush_nic_writes(int device) = 0;
 
   // --- Between processes of one host.
   virtual int devices() const = 0;

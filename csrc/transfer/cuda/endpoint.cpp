@@ -69,7 +69,7 @@ void CudaEndpoint::attach(EngineImpl& engine) {
 }
 
 const Capabilities& CudaEndpoint::capabilities() const {
-  constexpr uint8_t kLocal = (1 << kMemoryKinds) - 1;
+  constexpr uint8_t kLocal = (1 << kLocalKinds) - 1;
   static constexpr Capabilities here{.option = "",
                                      .same_process = true,
                                      .same_host = true,
@@ -151,7 +151,7 @@ void CudaEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Bat
   for (auto* remote : remotes_of(batches)) {
     auto [host, files, devices] = batches_of(*remote, batches);
     auto kind = !host.empty() ? MemoryKind::host : !devices.empty() ? MemoryKind::cuda : MemoryKind::file;
-    auto reached = reach(*remote, remote->path(op->direction(), kind));
+    auto reached = reach(*remote, remote->path(op->direction(), as_local(kind)));
     if (!host.empty()) MovePart::run(op, name(), reached, host);
     if (!files.empty()) FileCudaPart::run(op, name(), reached, files);
     if (!devices.empty()) CudaCopyPart::run(op, name(), reached, devices);

@@ -23,6 +23,9 @@ constexpr int kDmaBuf = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 constexpr int kPosixFd = 1;              // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
+constexpr int kNicWritesOrdering = 118;             // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+constexpr int kCurrentContext = 0, kToOwner = 100;  // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER, and the ordering's
+
 struct IpcHandle {  // CUipcMemHandle
   char bytes[64];
 };
@@ -54,6 +57,8 @@ class LibCuda final : public CudaDriver {
     // Since CUDA 11.7 and 12: what uses them says so if they are not there.
     load(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
     load(cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
+    load(cuDeviceGetAttribute, "cuDeviceGetAttribute");
+    load(cuFlushGPUDirectRDMAWrites, "cuFlushGPUDirectRDMAWrites");
     can_map_ = load(cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle") &&
                load(cuMemExportToShareableHandle, "cuMemExportToShareableHandle") &&
                load(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle") &&
@@ -158,6 +163,17 @@ class LibCuda final : public CudaDriver {
     int fd = -1;
     TM_TRY(check(cuMemGetHandleForAddressRange(&fd, address, nbytes, kDmaBuf, 0), "cuMemGetHandleForAddressRange"));
     return UniqueFd(fd);
+  }
+
+  bool orders_nic_writes(int device) override {
+    int handle = 0, ordering = 0;
+    return cuDeviceGetAttribute && cuDeviceGet(&handle, device) == kSuccess &&
+           cuDeviceGetAttribute(&ordering, kNicWritesOrdering, handle) == kSuccess && ordering >= kToOwner;
+  }
+  Status flush_nic_writes(int device) override {
+    if (!cuFlushGPUDirectRDMAWrites) return {Code::unsupported, "this CUDA driver does not flush what NICs write"};
+    TM_ASSIGN(auto current, enter(device));
+    return check(cuFlushGPUDirectRDMAWrites(kCurrentContext, kToOwner), "cuFlushGPUDirectRDMAWrites");
   }
 
   int devices() const override { return devices_; }
@@ -337,6 +353,8 @@ class LibCuda final : public CudaDriver {
   int (*cuMemFreeHost)(void*) = nullptr;
   int (*cuMemHostGetDevicePointer)(Ptr*, void*, unsigned) = nullptr;
   int (*cuMemGetHandleForAddressRange)(void*, Ptr, size_t, int, unsigned long long) = nullptr;
+  int (*cuDeviceGetAttribute)(int*, int, int) = nullptr;
+  int (*cuFlushGPUDirectRDMAWrites)(int, int) = nullptr;
   int (*cuStreamWaitValue32)(void*, Ptr, uint32_t, unsigned) = nullptr;
   int (*cuGetErrorString)(int, const char**) = nullptr;
   int (*cuDeviceGetUuid)(char*, int) = nullptr;

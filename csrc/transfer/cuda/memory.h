@@ -59,10 +59,6 @@ class CudaMemory final : public Backing, public std::enable_shared_from_this<Cud
   bool shareable() const { return shareable_; }
   // Gives the mappings of another process' memory back. Nobody may be using it, or use it afterwards.
   void unmap() { runs_.clear(); }
-  // A dmabuf of [offset, offset + nbytes) for a NIC: page aligned ranges. For the RDMA transport.
-  Result<UniqueFd> export_dmabuf(uint64_t offset, uint64_t nbytes) const {
-    return driver_->export_dmabuf(address() + offset, nbytes);
-  }
 
   std::vector<AccessRecord> access_records(const RegionImpl&) const override { return {}; }
   MovePtr move(MoveRequest request) override;

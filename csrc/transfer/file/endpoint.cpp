@@ -7,16 +7,15 @@
 namespace torch_mooncake::transfer {
 
 const Capabilities& FileEndpoint::capabilities() const {
-  static constexpr Capabilities can{
-      .option = "",
-      .same_process = true,
-      .same_host = true,
-      .read = true,
-      .write = true,
-      .target_idle = true,
-      .owner_revokes = true,
-      .carries_notify = false,
-      .local_kinds = 1 << static_cast<int>(MemoryKind::host) | 1 << static_cast<int>(MemoryKind::cuda)};
+  static constexpr Capabilities can{.option = "",
+                                    .same_process = true,
+                                    .same_host = true,
+                                    .read = true,
+                                    .write = true,
+                                    .target_idle = true,
+                                    .owner_revokes = true,
+                                    .carries_notify = false,
+                                    .local_kinds = kind_bit(LocalKind::host) | kind_bit(LocalKind::cuda)};
   return can;
 }
 
@@ -39,7 +38,8 @@ void FileEndpoint::submit(const std::shared_ptr<OpImpl>& op, std::span<const Bat
   for (auto* remote : remotes_of(batches)) {
     auto [host, files, devices] = batches_of(*remote, batches);
     auto kind = host.empty() ? MemoryKind::cuda : MemoryKind::host;
-    auto reached = Reached::here(static_cast<RegionHere&>(*remote->path(op->direction(), kind).memory).region);
+    auto reached =
+        Reached::here(static_cast<RegionHere&>(*remote->path(op->direction(), as_local(kind)).memory).region);
     if (!host.empty()) MovePart::run(op, name(), reached, host);
     if (!devices.empty()) FileCudaPart::run(op, name(), reached, devices);
   }

@@ -321,6 +321,8 @@ void RdmaEndpoint::deliver(uint32_t id, Later& later) {
     ++delivered_below_;
   }
   later.add([incoming, peer = peer_.shared_from_this()] {
+    // Behind the data also for whoever works on a device.
+    if (Status status = peer->engine().flush_nic_writes(); !status) return incoming->responder.fail(status);
     peer->engine().notes()->push({peer->identity().engine, peer->identity().name, std::move(*incoming->text)});
     incoming->responder.ok();
   });

@@ -94,6 +94,10 @@ class Device {
   // Rights are those of peers; this process reads and, unless the pages themselves forbid it, writes.
   virtual Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool readable,
                                                                 bool writable) = 0;
+  // The same of bytes [offset, offset + nbytes) of a dmabuf, which requests name as if they began at `address`; the
+  // descriptor may be closed afterwards. unsupported: not by this driver.
+  virtual Result<std::unique_ptr<Registration>> register_dmabuf(int fd, uint64_t offset, uint64_t nbytes,
+                                                                uint64_t address, bool readable, bool writable) = 0;
   virtual Result<std::unique_ptr<QueuePair>> make_queue_pair(uint32_t work_requests, uint32_t receives) = 0;
   // Up to out.size() completions; how many.
   virtual size_t poll(std::span<Completion> out) = 0;

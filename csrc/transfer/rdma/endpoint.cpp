@@ -20,6 +20,10 @@ void RdmaEndpoint::attach(EngineImpl& engine) {
   engine.handle(kRdmaConnect, forward(&RdmaEndpoint::on_connect));
   engine.handle(kRdmaDisconnect, forward(&RdmaEndpoint::on_disconnect));
   engine.handle(kRdmaNotify, forward(&RdmaEndpoint::on_notify));
+  engine.handle(kRdmaFlush, [](PeerImpl& peer, rpc::Message, rpc::Responder responder) {
+    Status status = peer.engine().flush_nic_writes();
+    status ? responder.ok() : responder.fail(status);
+  });
 }
 
 RdmaEndpoint::~RdmaEndpoint() = default;
@@ -32,7 +36,8 @@ const Capabilities& RdmaEndpoint::capabilities() const {
                                     .write = true,
                                     .target_idle = true,
                                     .owner_revokes = true,
-                                    .carries_notify = true};
+                                    .carries_notify = true,
+                                    .local_kinds = kind_bit(LocalKind::host) | kind_bit(LocalKind::cuda_on_nics)};
   return can;
 }
 
@@ -44,7 +49,8 @@ bool RdmaEndpoint::available() const {
 }
 
 Explanation RdmaEndpoint::explain() const {
-  Explanation out{.transport = name(), .option = "rdma", .serves = "any host memory"};
+  Explanation out{
+      .transport = name(), .option = "rdma", .serves = "any host memory, and CUDA memory that the NICs reach"};
   out.lanes = lane_stats();
   bool allowed = peer_.features().rdma, can = available();
   std::lock_guard lock(mutex_);
@@ -79,7 +85,7 @@ std::vector<LaneStats> RdmaEndpoint::lane_stats() const {
 
 Result<RemoteMemoryPtr> RdmaEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
   auto* record = opened.descriptor.find(AccessKind::rdma);
-  if (record == nullptr || opened.descriptor.kind != MemoryKind::host) return RemoteMemoryPtr();
+  if (record == nullptr) return RemoteMemoryPtr();  // it is not registered with NICs: a file, say
   TM_ASSIGN(auto memory, parse_rdma_record(*record, opened.descriptor.nbytes));
   {
     Later later;
@@ -108,6 +114,8 @@ void RdmaEndpoint::cut(RdmaPart& part, std::span<const Batch> batches) const {
     auto* keys = region.nic_keys().get();
     auto local_base = reinterpret_cast<uint64_t>(region.data());
     part.regions_.push_back({keys, memory});
+    const bool write = part.op().direction() == Direction::write;
+    (write ? part.flush_there_ : part.flush_here_) |= write ? memory->flush : keys->flush();
     auto regions = static_cast<uint32_t>(part.regions_.size() - 1);
     for (auto extent : batch.extents) {
       while (extent.nbytes > 0) {
@@ -139,7 +147,7 @@ void RdmaEndpoint::submit(const OpImplPtr& op, std::span<const Batch> batches) {
   if (part->stopped_) return;
   if (over_) return stop(part, peer_.session()->status(), later);
   if (part->slices_.empty()) {
-    part->notify_.empty() ? end(part, later) : begin_notify(part, later);
+    moved(part, later);
   } else {
     make_ready(part);
   }
@@ -216,9 +224,26 @@ void RdmaEndpoint::slice_done(const RdmaPartPtr& part, uint32_t slice, Later& la
   }
   if (part->stopped_) {
     if (part->posted_ == 0) end(part, later);
-  } else if (part->done_ == part->slices_.size() && !part->notifying_) {
-    part->notify_.empty() ? end(part, later) : begin_notify(part, later);
+  } else if (part->done_ == part->slices_.size() && !part->notifying_ && !part->flushing_) {
+    moved(part, later);
   }
+}
+
+// All bytes have arrived; those in device memory perhaps not yet for whoever works on the device. Its owner flushes
+// before it delivers a notification, or when it is asked.
+void RdmaEndpoint::moved(const RdmaPartPtr& part, Later& later) {
+  if (!part->notify_.empty()) return begin_notify(part, later);
+  if (!part->flush_there_) return end(part, later);
+  part->flushing_ = true;
+  later.add([this, part, peer = peer_.shared_from_this()] {
+    peer->session()->call(kRdmaFlush, {}, Deadline::never(), [this, part, peer](Result<rpc::Message> answer) {
+      Later soon;
+      std::lock_guard lock(mutex_);
+      if (part->over_ || part->stopped_) return;
+      part->outcome_ = answer.status();
+      end(part, soon);
+    });
+  });
 }
 
 void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why) {
@@ -267,7 +292,10 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
   if (part->unsettled_ == 0) part->op().quiescent(*part);
-  later.add([part, outcome = part->outcome_] { part->op().part_done(part, outcome); });
+  later.add([part, outcome = part->outcome_, &engine = peer_.engine()] {
+    const bool flush = outcome && part->flush_here_;
+    part->op().part_done(part, flush ? engine.flush_nic_writes() : outcome);
+  });
 }
 
 void RdmaEndpoint::session_over(const Status& why) {

@@ -83,6 +83,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   void pump(Later& later);
   RdmaLane* best_lane() const;
   void slice_done(const RdmaPartPtr& part, uint32_t slice, Later& later);
+  void moved(const RdmaPartPtr& part, Later& later);
   void begin_notify(const RdmaPartPtr& part, Later& later);
   void stop(const RdmaPartPtr& part, const Status& why, Later& later);
   void end(const RdmaPartPtr& part, Later& later);

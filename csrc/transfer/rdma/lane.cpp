@@ -29,7 +29,7 @@ void RdmaLane::append(const RdmaPartPtr& part, uint32_t index) {
     auto& regions = part->regions_[slice.regions];
     bool write = part->op().direction() == Direction::write;
     request.opcode = write ? Opcode::write : Opcode::read;
-    request.inlined = write && slice.nbytes <= nic_->info().max_inline_nbytes;
+    request.inlined = write && regions.local->host() && slice.nbytes <= nic_->info().max_inline_nbytes;
     request.nbytes = slice.nbytes;
     request.local = slice.local;
     request.remote = slice.remote;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "transfer/cuda/memory.h"
+
 namespace torch_mooncake::transfer::rdma {
 namespace {
 
@@ -23,8 +25,39 @@ Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes) {
 
 Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
                                                      bool writable) {
+  auto* bytes = static_cast<std::byte*>(data);
+  return make(nics, reinterpret_cast<uint64_t>(data), nbytes, [=](Device& device, uint64_t at, uint64_t n) {
+    return device.register_memory(bytes + at, n, readable, writable);
+  });
+}
+
+Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, const CudaMemory& memory, bool readable,
+                                                          bool writable) {
+  const uint64_t base = memory.address();
+  auto by_dmabuf = [&](Device& device, uint64_t at, uint64_t n) -> Result<std::unique_ptr<Registration>> {
+    uint64_t begin = (base + at) / kPage * kPage, end = (base + at + n + kPage - 1) / kPage * kPage;
+    TM_ASSIGN(auto fd, memory.driver().export_dmabuf(begin, end - begin));
+    return device.register_dmabuf(fd.get(), base + at - begin, n, base + at, readable, writable);
+  };
+  auto by_address = [&](Device& device, uint64_t at, uint64_t n) {
+    return device.register_memory(reinterpret_cast<void*>(base + at), n, readable, writable);
+  };
+  auto keys = make(nics, base, memory.nbytes(), by_dmabuf);
+  if (!keys) {
+    auto second = make(nics, base, memory.nbytes(), by_address);
+    if (!second) return keys.status().with("neither by dmabuf nor by address (" + second.status().message() + ")");
+    keys = std::move(second);
+  }
+  const int device = memory.queue().device();
+  (*keys)->host_ = false;
+  (*keys)->flush_ = !memory.driver().orders_nic_writes(device);
+  return keys;
+}
+
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, uint64_t address, uint64_t nbytes,
+                                                     const RegisterChunk& fn) {
   auto keys = std::make_shared<RegionKeys>();
-  keys->address_ = reinterpret_cast<uint64_t>(data);
+  keys->address_ = address;
   keys->chunk_nbytes_ = UINT32_MAX / kPage * kPage;  // a work request's length has 32 bits
   for (auto& nic : nics) {
     uint64_t most = std::min(nic->info().max_mr_nbytes, nic->info().max_message_nbytes);
@@ -35,7 +68,7 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, void* dat
     auto& registrations = keys->by_nic_.emplace_back();
     for (uint64_t at = 0; at < nbytes; at += keys->chunk_nbytes_) {
       uint64_t n = std::min(keys->chunk_nbytes_, nbytes - at);
-      auto made = nic->device().register_memory(static_cast<std::byte*>(data) + at, n, readable, writable);
+      auto made = fn(nic->device(), at, n);
       if (!made) return explain_failure(made.status(), *nic, n);
       registrations.push_back(std::move(*made));
     }
@@ -45,7 +78,7 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, void* dat
 
 AccessRecord RegionKeys::record() const {
   ByteWriter out;
-  out.put(address_).put(chunk_nbytes_).put(static_cast<uint32_t>(nics_.size()));
+  out.put(address_).put(chunk_nbytes_).put(static_cast<uint8_t>(flush_)).put(static_cast<uint32_t>(nics_.size()));
   for (size_t i = 0; i < nics_.size(); ++i) {
     out.put(std::string_view(nics_[i]->info().name)).put(static_cast<uint32_t>(by_nic_[i].size()));
     for (auto& registration : by_nic_[i]) out.put(registration->remote_key());
@@ -58,6 +91,7 @@ Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, u
   auto memory = std::make_shared<RdmaMemory>();
   memory->address = in.get<uint64_t>();
   memory->chunk_nbytes = in.get<uint64_t>();
+  memory->flush = in.get<uint8_t>() != 0;
   auto nics = in.get_count(8);
   bool plausible = memory->chunk_nbytes > 0 && memory->chunk_nbytes <= UINT32_MAX && nics > 0;
   for (uint32_t i = 0; i < nics && in.ok(); ++i) {

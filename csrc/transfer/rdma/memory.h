@@ -1,6 +1,7 @@
 // Memory as NICs reach it: keys of one region on every NIC, one for each chunk of at most max_mr_size.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -8,6 +9,10 @@
 #include "transfer/descriptor.h"
 #include "transfer/rdma/nic.h"
 #include "transfer/transport.h"
+
+namespace torch_mooncake::transfer {
+class CudaMemory;
+}
 
 namespace torch_mooncake::transfer::rdma {
 
@@ -19,13 +24,24 @@ class RegionKeys {
   // Errors: io, which says what to do where the limit of locked memory is the reason.
   static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
                                                   bool writable);
+  // Device memory (GPUDirect RDMA): by dmabuf, or, where the kernel has nvidia_peermem, by its address. Errors: those
+  // of both ways.
+  static Result<std::shared_ptr<RegionKeys>> of_device(const Nics& nics, const CudaMemory& memory, bool readable,
+                                                       bool writable);
+  bool host() const { return host_; }    // the CPU reaches it, too
+  bool flush() const { return flush_; }  // see CudaDriver::orders_nic_writes
   uint64_t chunk_nbytes() const { return chunk_nbytes_; }
   uint32_t local_key(uint32_t nic, uint32_t chunk) const { return by_nic_[nic][chunk]->local_key(); }
-  // Body: u64 address, u64 bytes a chunk, u32 NICs; for each its name, u32 chunks, u32 remote keys.
+  // Body: u64 address, u64 bytes a chunk, u8 flush, u32 NICs; for each its name, u32 chunks, u32 remote keys.
   AccessRecord record() const;
 
  private:
+  using RegisterChunk = std::function<Result<std::unique_ptr<Registration>>(Device&, uint64_t at, uint64_t nbytes)>;
+  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, uint64_t address, uint64_t nbytes,
+                                                  const RegisterChunk& fn);
+
   uint64_t address_ = 0, chunk_nbytes_ = 0;
+  bool host_ = true, flush_ = false;
   Nics nics_;
   std::vector<std::vector<std::unique_ptr<Registration>>> by_nic_;
 };
@@ -33,6 +49,7 @@ class RegionKeys {
 // A peer's.
 struct RdmaMemory final : RemoteMemory {
   uint64_t address = 0, chunk_nbytes = 0;
+  bool flush = false;  // what is written there has to be flushed by its owner before it counts as there
   std::vector<std::vector<uint32_t>> keys;  // by the owner's NIC, by chunk
   std::vector<std::string> nics;
 };

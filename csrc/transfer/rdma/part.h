@@ -49,6 +49,8 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   std::vector<RdmaSlice> slices_;
   std::vector<Regions> regions_;
   uint64_t nbytes_ = 0;
+  bool flush_here_ = false, flush_there_ = false;  // device memory is written, which its owner flushes at the end
+  bool flushing_ = false;
   std::string notify_;
   uint32_t notify_id_ = 0;
 

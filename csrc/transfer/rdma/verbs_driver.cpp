@@ -51,6 +51,7 @@ struct Verbs {
   decltype(&::ibv_alloc_pd) alloc_pd;
   decltype(&::ibv_dealloc_pd) dealloc_pd;
   ibv_mr* (*reg_mr)(ibv_pd*, void*, size_t, int);
+  ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, uint64_t, size_t, uint64_t, int, int);  // since rdma-core 34; else null
   decltype(&::ibv_dereg_mr) dereg_mr;
   decltype(&::ibv_create_comp_channel) create_comp_channel;
   decltype(&::ibv_destroy_comp_channel) destroy_comp_channel;
@@ -103,7 +104,9 @@ Result<const Verbs*> load() {
     find(table->get_async_event, "ibv_get_async_event");
     find(table->ack_async_event, "ibv_ack_async_event");
     find(table->wc_status_str, "ibv_wc_status_str");
-    return error ? table.release() : nullptr;
+    if (!error) return nullptr;
+    table->reg_dmabuf_mr = reinterpret_cast<decltype(table->reg_dmabuf_mr)>(dlsym(library, "ibv_reg_dmabuf_mr"));
+    return table.release();
   }();
   if (verbs == nullptr) return error;
   return verbs;
@@ -266,6 +269,16 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     ibv_mr* mr = verbs_.reg_mr(pd_, data, nbytes, rights);
     if (mr == nullptr && !writable) mr = verbs_.reg_mr(pd_, data, nbytes, readable ? IBV_ACCESS_REMOTE_READ : 0);
     if (mr == nullptr) return failed("ibv_reg_mr", errno);
+    return std::unique_ptr<Registration>(new VerbsRegistration(shared_from_this(), verbs_, mr));
+  }
+
+  Result<std::unique_ptr<Registration>> register_dmabuf(int fd, uint64_t offset, uint64_t nbytes, uint64_t address,
+                                                        bool readable, bool writable) override {
+    if (!verbs_.reg_dmabuf_mr) return Status(Code::unsupported, "this libibverbs has no ibv_reg_dmabuf_mr");
+    int rights =
+        IBV_ACCESS_LOCAL_WRITE | (readable ? IBV_ACCESS_REMOTE_READ : 0) | (writable ? IBV_ACCESS_REMOTE_WRITE : 0);
+    ibv_mr* mr = verbs_.reg_dmabuf_mr(pd_, offset, nbytes, address, fd, rights);
+    if (mr == nullptr) return failed("ibv_reg_dmabuf_mr", errno);
     return std::unique_ptr<Registration>(new VerbsRegistration(shared_from_this(), verbs_, mr));
   }
 

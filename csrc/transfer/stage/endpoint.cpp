@@ -16,8 +16,8 @@ void StageEndpoint::attach(EngineImpl& engine) {
 }
 
 const Capabilities& StageEndpoint::capabilities() const {
-  constexpr uint8_t kDevices = 1 << static_cast<int>(MemoryKind::file) | 1 << static_cast<int>(MemoryKind::cuda);
-  constexpr uint8_t kAll = kDevices | 1 << static_cast<int>(MemoryKind::host);
+  constexpr uint8_t kDevices = kind_bit(LocalKind::file) | kind_bit(LocalKind::cuda);
+  constexpr uint8_t kAll = kDevices | kind_bit(LocalKind::host);
   static constexpr Capabilities to_host{.option = "",
                                         .same_process = false,
                                         .same_host = false,

@@ -64,7 +64,7 @@ void StageChunk::run_inner() {
     batch.extents.push_back({ours, theirs, extent.nbytes});
     at += extent.nbytes;
   }
-  if (Status status = static_cast<RemoteRegionImpl&>(*batch.remote).reachable(direction, MemoryKind::host); !status)
+  if (Status status = static_cast<RemoteRegionImpl&>(*batch.remote).reachable(direction, LocalKind::host); !status)
     return part->chunk_over(*this, status);
   std::vector<Batch> batches;
   batches.push_back(std::move(batch));
@@ -126,7 +126,7 @@ StageChunkPtr StagePart::next_chunk() {
   const Batch& from = batch();
   chunk->local = from.local;
   chunk->remote = from.remote;
-  auto& path = static_cast<RemoteRegionImpl&>(*from.remote).path(op_->direction(), from.local->kind());
+  auto& path = static_cast<RemoteRegionImpl&>(*from.remote).path(op_->direction(), as_local(from.local->kind()));
   chunk->area = static_cast<StageMemory&>(*path.memory).area;
   while (extent_ < from.extents.size() && chunk->nbytes < kStageSlotBytes && chunk->extents.size() < kMostExtents) {
     auto& extent = from.extents[extent_];

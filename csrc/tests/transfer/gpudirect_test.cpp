@@ -1,0 +1,176 @@
+// GPUDirect RDMA over fakes of both drivers: NICs that reach device memory themselves, where what they write may have
+// to be flushed before it is there.
+#include "transfer/fake_cuda.h"
+#include "transfer/support.h"
+
+namespace transfer_test {
+namespace {
+
+using fake_verbs::FakeDevice;
+using fake_verbs::FakeDriver;
+
+constexpr size_t kMiB = 1 << 20;
+
+EngineOptions options_over(std::shared_ptr<FakeDriver> driver, const std::string& name) {
+  auto options = options_for(Way::tcp, name);
+  options.transports = {"rdma"};
+  options.rdma_driver = std::move(driver);
+  return options;
+}
+
+struct Gpu {
+  Gpu() {
+    FakeDevice::takes_write = [this](void* to, const void* from, size_t n) { return cuda.nic_writes(to, from, n); };
+    FakeDevice::refuses = [this](void* data) { return !peer_memory && holds(data); };
+  }
+  ~Gpu() {
+    FakeDevice::takes_write = nullptr;
+    FakeDevice::refuses = nullptr;
+    cuda.no_dmabuf = cuda.fail_flushes = false;
+    cuda.ordered = true;
+  }
+  bool holds(void* data) { return cuda.find(reinterpret_cast<uint64_t>(data)).is_ok(); }
+  FakeCuda& cuda = FakeCuda::install();
+  bool peer_memory = false;  // nvidia_peermem
+};
+
+struct Two {
+  explicit Two(uint64_t max_mr_nbytes = 8 << 20)
+      : a(must(Engine::create(options_over(std::make_shared<FakeDriver>(2, max_mr_nbytes), "a")))),
+        b(must(Engine::create(options_over(std::make_shared<FakeDriver>(2, max_mr_nbytes), "b")))),
+        peer(must(a->connect(b->addresses().front(), soon()))) {}
+  ~Two() {
+    a->close();
+    b->close();
+  }
+  RemoteRegionPtr open(const RegionPtr& region) { return must(peer->open(region->descriptor(), soon())); }
+  EnginePtr a, b;
+  PeerPtr peer;
+};
+
+RegionPtr on_device(Engine& engine, const std::shared_ptr<void>& memory, size_t nbytes, size_t offset = 0) {
+  RegionOptions options;
+  options.keep = memory;
+  return must(engine.register_cuda(static_cast<char*>(memory.get()) + offset, nbytes, options));
+}
+
+void check_moves(Two& two, const RegionPtr& local, std::byte* here, const RegionPtr& target, std::byte* there, size_t n,
+                 const std::string& transport) {
+  auto remote = two.open(target);
+  fill(here, n, 5);
+  for (bool notified : {false, true}) {
+    std::memset(there, 0, n);
+    OpOptions options{.deadline = soon()};
+    if (notified) options.notify = "there";
+    auto op = must(two.a->write({{local, 0, remote, 0, n}}, std::move(options)));
+    if (notified) {
+      auto note = two.b->next_notification(soon());
+      REQUIRE_OK(note.status());
+      CHECK(mismatch(there, n, 5) == n);  // the notification is behind the data
+    }
+    REQUIRE_OK(op->wait());
+    CHECK(mismatch(there, n, 5) == n);
+    CHECK(op->transport() == transport);
+  }
+  fill(there, n, 6);
+  auto op = must(two.a->read({{local, 0, remote, 0, n}}, {.deadline = soon()}));
+  REQUIRE_OK(op->wait());
+  CHECK(mismatch(here, n, 6) == n);
+  CHECK(op->transport() == transport);
+}
+
+}  // namespace
+
+TEST_CASE("between host and devices, in all directions, in order or flushed") {
+  Gpu gpu;
+  constexpr size_t kBytes = 5 * kMiB + 1234;
+  for (bool ordered : {true, false}) {
+    gpu.cuda.ordered = ordered;
+    Two two(2 * kMiB);  // several registrations
+    auto device_a = gpu.cuda.allocate(kBytes + 512), device_b = gpu.cuda.allocate(kBytes + 512);
+    Memory host_a(Way::rdma, kBytes), host_b(Way::rdma, kBytes);
+    struct Side {
+      RegionPtr region;
+      std::byte* data;
+    };
+    const size_t skip = 512;  // as torch cuts its tensors from larger blocks
+    Side here[] = {{host_a.register_in(*two.a), host_a.data},
+                   {on_device(*two.a, device_a, kBytes, skip), static_cast<std::byte*>(device_a.get()) + skip}};
+    Side there[] = {{host_b.register_in(*two.b), host_b.data},
+                    {on_device(*two.b, device_b, kBytes, skip), static_cast<std::byte*>(device_b.get()) + skip}};
+    const int made = gpu.cuda.dmabufs_made, flushed = gpu.cuda.flushes;
+    CHECK(made > 0);
+    for (auto& from : here)
+      for (auto& to : there) check_moves(two, from.region, from.data, to.region, to.data, kBytes, "rdma");
+    CHECK((gpu.cuda.flushes > flushed) == !ordered);
+  }
+}
+
+TEST_CASE("small writes from a device are not copied by the CPU") {
+  Gpu gpu;
+  Two two;
+  auto device = gpu.cuda.allocate(4096);
+  Memory host(Way::rdma, 4096);
+  check_moves(two, on_device(*two.a, device, 8), static_cast<std::byte*>(device.get()), host.register_in(*two.b),
+              host.data, 8, "rdma");
+}
+
+TEST_CASE("no dmabuf: by address, else through host memory, which says so") {
+  Gpu gpu;
+  gpu.cuda.no_dmabuf = true;
+  for (bool peer_memory : {true, false}) {
+    gpu.peer_memory = peer_memory;
+    Two two;
+    auto device_a = gpu.cuda.allocate(kMiB), device_b = gpu.cuda.allocate(kMiB);
+    Memory host(Way::rdma, kMiB);
+    auto* data_a = static_cast<std::byte*>(device_a.get());
+    auto* data_b = static_cast<std::byte*>(device_b.get());
+    auto local = on_device(*two.a, device_a, kMiB), target = on_device(*two.b, device_b, kMiB);
+    auto staged = must(two.a->write({{local, 0, two.open(target), 0, kMiB}}, {.deadline = soon()}));
+    REQUIRE_OK(staged->wait());
+    CHECK((staged->transport() == "rdma") == peer_memory);
+    check_moves(two, local, data_a, target, data_b, kMiB, staged->transport());
+    check_moves(two, local, data_a, host.register_in(*two.b), host.data, kMiB, peer_memory ? "rdma" : "staged");
+  }
+}
+
+TEST_CASE("a flush that fails is the op's error; no notification comes") {
+  Gpu gpu;
+  gpu.cuda.ordered = false;
+  Two two;
+  auto device = gpu.cuda.allocate(kMiB);
+  Memory host(Way::rdma, kMiB);
+  auto local = host.register_in(*two.a);
+  auto target = on_device(*two.b, device, kMiB);
+  auto remote = two.open(target);
+  gpu.cuda.fail_flushes = true;
+  auto quiet = must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}));
+  CHECK(quiet->wait().code() == Code::io);
+  OpOptions options{.deadline = soon()};
+  options.notify = "there";
+  auto loud = must(two.a->write({{local, 0, remote, 0, kMiB}}, std::move(options)));
+  CHECK(loud->wait().code() == Code::io);
+  CHECK_FALSE(two.b->next_notification(Deadline::after_ms(50)).is_ok());
+  gpu.cuda.fail_flushes = false;
+  REQUIRE_OK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
+}
+
+TEST_CASE("deregistered device memory: its NICs are fenced before it is free") {
+  Gpu gpu;
+  Two two;
+  auto device = gpu.cuda.allocate(kMiB);
+  std::weak_ptr<void> alive = device;
+  Memory host(Way::rdma, kMiB);
+  auto local = host.register_in(*two.a);
+  auto target = on_device(*two.b, device, kMiB);
+  device.reset();
+  auto remote = two.open(target);
+  REQUIRE_OK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
+  REQUIRE_OK(two.b->deregister(target, soon()));
+  target.reset();
+  for (auto until = soon(2000); !alive.expired() && !until.expired();) usleep(1000);
+  CHECK(alive.expired());
+  CHECK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait().code() == Code::key_not_found);
+}
+
+}  // namespace transfer_test

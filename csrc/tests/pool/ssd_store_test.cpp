@@ -338,7 +338,8 @@ TEST_CASE("killed at every step: what was acknowledged before holds") {
       // What was written is there, but for the oldest, whose segments were needed, and what was about to be marked.
       const uint64_t newest = written.empty() ? 0 : *written.rbegin();
       for (uint64_t id : written)
-        if (id + 30 > newest && !marked.count(id) && id + 1 < newest) CHECK_MESSAGE((log.at.count(id) && log.get(id).is_ok()), id);
+        if (id + 30 > newest && !marked.count(id) && id + 1 < newest)
+          CHECK_MESSAGE((log.at.count(id) && log.get(id).is_ok()), id);
       for (const auto& [id, spot] : std::map(log.at)) {
         const Status s = log.get(id);
         CHECK_MESSAGE((s.is_ok() || s.code() == Code::corrupt), s.to_string());  // corrupt: it was being written

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from etcd_server import Etcd
 from processes import Child, PoolEnv, eventually
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it back.
@@ -76,3 +77,12 @@ def child() -> Iterator[Callable[..., Child]]:
     finally:  # one that does not end leaves none of the others behind
         for c in children:
             c.process.kill()
+
+
+@pytest.fixture
+def etcd() -> Iterator[Etcd]:
+    if shutil.which("etcd") is None:
+        pytest.skip("needs etcd (Debian: etcd-server)")
+    server = Etcd()
+    yield server
+    server.close()

@@ -62,6 +62,9 @@ class Config:
     address: str = _env("TM_ADDRESS", "", "node to use, host:port; empty: this host's node")
     runtime_dir: str = _env("TM_RUNTIME_DIR", default_runtime_dir, "folder (0700) of this host's nodes")
     pool: str = _env("TM_POOL", default_pool, "name of this host's pool")
+    discovery: str = _env(
+        "TM_DISCOVERY", "", "etcd://host:port[,…][/prefix]: where a node started here and others elect their leader"
+    )
     token: str = _env("TM_TOKEN", "", "secret of the pool; empty: the one in its folder")
     memory: int = _env("TM_MEMORY", 0, "bytes a node started here lends; 0: a quarter of what the cgroup allows")
     ssd: tuple[str, ...] = _env(

@@ -120,6 +120,14 @@ def open_directory(where: str | dist.Store) -> Directory:
     """``where``: "etcd://host:port[,host:port…][/prefix]", or a Store. Unsupported names an unknown scheme."""
     if not isinstance(where, str):
         return StoreDirectory(where)
+    hosts, path = parse_etcd(where)
+    from torch_mooncake.etcd import EtcdDirectory
+
+    return EtcdDirectory(hosts, "/".join(part for part in (path, _PREFIX) if part))
+
+
+def parse_etcd(where: str) -> tuple[list[tuple[str, int]], str]:
+    """The hosts and the prefix of "etcd://host:port[,host:port…][/prefix]"."""
     url = urllib.parse.urlsplit(where)
     if url.scheme != "etcd":
         raise Unsupported(f"directory {where!r} is not known (etcd://host:port, or a torch.distributed Store)")
@@ -132,9 +140,7 @@ def open_directory(where: str | dist.Store) -> Directory:
             raise InvalidArgument(f"directory {where!r}: {error}") from None
     if not all(host for host, _ in hosts):
         raise InvalidArgument(f"directory {where!r} names no host")
-    from torch_mooncake.etcd import EtcdDirectory
-
-    return EtcdDirectory(hosts, "/".join(part for part in (url.path.strip("/"), _PREFIX) if part))
+    return hosts, url.path.strip("/")
 
 
 def find(engine: Engine, directory: Directory, name: str, timeout: float | None) -> Peer:

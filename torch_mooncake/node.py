@@ -163,6 +163,8 @@ def arguments(
         args += ["--host-id", config.host_id]
     if leader:
         args += ["--leader", leader]
+    elif config.discovery:
+        args += ["--discovery", config.discovery]
     for address in listen or []:
         args += ["--listen", address]
     if ready_fd is not None:
@@ -172,7 +174,7 @@ def arguments(
 
 def environment(token: str) -> dict[str, str]:
     """The environment of a node: ours, with the token, without what only concerns Python."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON") and key != "TM_DISCOVERY"}
     if token:
         env["TM_TOKEN"] = token
     return env

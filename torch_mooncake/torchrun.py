@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from torch_mooncake.clock import seconds_left
 from torch_mooncake.config import Config
-from torch_mooncake.errors import PoolUnavailable
+from torch_mooncake.discovery import parse_etcd
+from torch_mooncake.errors import InvalidArgument, PoolUnavailable
 from torch_mooncake.node import nobody_listens
 
 _T = TypeVar("_T")
@@ -85,9 +86,16 @@ class Cluster:
 
 
 def cluster(config: Config, deadline: int, store: Any = None) -> Cluster:
-    """With ``store``: whoever comes first leads. Without, what torchrun's environment says: one host (or no torchrun at
-    all), host 0 of several, or another of several. PoolUnavailable if the leader is not told of in time."""
+    """With a ``discovery``: the nodes elect their leader. With ``store``: whoever comes first leads. Without, what
+    torchrun's environment says: one host (or no torchrun at all), host 0 of several, or another of several.
+    PoolUnavailable if the leader is not told of in time."""
     env = os.environ
+    if config.discovery:
+        if not config.token:
+            raise InvalidArgument(
+                "a discovery needs a token that all nodes have (TM_TOKEN)"
+            )
+        return Cluster([f"tcp://{_own_ip(*parse_etcd(config.discovery)[0][0])}:0"], token=config.token)
     mine = secrets.token_hex(16)
     if store is not None:
         board = _Board(store, config.pool, deadline)

@@ -18,7 +18,9 @@ struct NodeOptions {
   std::string pool = "default";
   std::vector<std::string> listen;  // extra: "tcp://0.0.0.0:7400" (needs a token)
   std::string leader;               // empty: this node is the leader (first directory node); else its address
-  std::string token;                // default: the pool's token file in runtime_dir, made if absent
+  std::string
+      discovery;      // "etcd://host:port[,…][/prefix]": the nodes of a pool elect their leader there. Needs `listen`
+  std::string token;  // default: the pool's token file in runtime_dir, made if absent
   std::string host_id;
   uint64_t memory_bytes = 0;    // 0: 25 % of what the cgroup allows
   std::vector<SsdOptions> ssd;  // folders on SSDs that hold what the memory has no room for

@@ -47,6 +47,8 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
     options.listen.push_back(value);
   } else if (name == "--leader") {
     options.leader = value;
+  } else if (name == "--discovery") {
+    options.discovery = value;
   } else if (name == "--token-file") {
     return read_token(name, value, options.token);
   } else if (name == "--host-id") {
@@ -80,8 +82,10 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
 Status from_environment(NodeOptions& options) {
   options.runtime_dir = default_runtime_dir();
   static const std::map<const char*, const char*> kNames{
-      {"TM_RUNTIME_DIR", "--runtime-dir"}, {"TM_POOL", "--pool"},      {"TM_MEMORY", "--memory"}, {"TM_SSD", "--ssd"},
-      {"TM_LINGER_S", "--linger-s"},       {"TM_HOST_ID", "--host-id"}};
+      {"TM_RUNTIME_DIR", "--runtime-dir"}, {"TM_POOL", "--pool"},
+      {"TM_MEMORY", "--memory"},           {"TM_SSD", "--ssd"},
+      {"TM_LINGER_S", "--linger-s"},       {"TM_HOST_ID", "--host-id"},
+      {"TM_DISCOVERY", "--discovery"}};
   for (const auto& [variable, option] : kNames) {
     const char* value = std::getenv(variable);
     if (!value || !*value) continue;
@@ -104,6 +108,7 @@ std::string node_usage() {
          "[TM_SSD]\n"
          "  --listen ADDRESS    listen here too, such as tcp://0.0.0.0:7400; may be repeated\n"
          "  --leader ADDRESS    join the pool that this node leads; without, be the leader\n"
+         "  --discovery URL     etcd://HOST:PORT[,...][/PREFIX]: the nodes elect their leader there [TM_DISCOVERY]\n"
          "  --token-file FILE   the pool's secret (mode 600); without, TM_TOKEN or the one in the pool's folder\n"
          "  --host-id NAME      what makes two processes neighbours; the boot id    [TM_HOST_ID]\n"
          "  --linger-s SECONDS  exit so long after the last client, 60; < 0: never  [TM_LINGER_S]\n"

@@ -15,6 +15,7 @@
 #include "common/fd.h"
 #include "common/random.h"
 #include "memory/host_memory.h"
+#include "pool/election.h"
 #include "pool/ssd/store.h"
 #include "rpc/address.h"
 
@@ -70,6 +71,11 @@ Result<NodeOptions> resolve_options(NodeOptions options) {
     if (auto address = rpc::parse_address(listen); !address.is_ok()) return address.status().with("listen");
   if (!options.leader.empty())
     if (auto address = rpc::parse_address(options.leader); !address.is_ok()) return address.status().with("leader");
+  if (!options.discovery.empty()) {
+    if (!options.leader.empty()) return invalid("a leader and a discovery: one says who leads");
+    if (auto election = open_election(options.discovery); !election.is_ok()) return election.status();
+    if (options.listen.empty()) return invalid("discovery needs an address for the other nodes: listen");
+  }
   if (options.host_id.size() > 256) return invalid("host-id is longer than 256 bytes");
   if (options.token.size() > 1024) return invalid("the token is longer than 1024 bytes");
   if (std::isnan(options.linger_s) || options.linger_s > 1e9) return invalid("linger-s is no time in seconds");

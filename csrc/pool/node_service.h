@@ -15,6 +15,7 @@
 #include "common/fd.h"
 #include "common/status.h"
 #include "pool/donor.h"
+#include "pool/election.h"
 #include "pool/node.h"
 #include "transfer/engine.h"
 
@@ -27,11 +28,12 @@ struct Listener {
 };
 
 struct NodeServiceOptions {
-  NodeOptions node;                 // validated; memory_bytes and token are resolved (token: what the handshake proves)
-  std::unique_ptr<Donor> donor;     // fresh, or attached to what a previous worker left
-  bool attached = false;            // the donor has old entries: the home is rebuilt from its announce()
-  EnginePtr engine;                 // null: the service makes its own. Closed with it
-  std::vector<Listener> listeners;  // the first is unix://<runtime_dir>/<pool>/node.sock
+  NodeOptions node;              // validated; memory_bytes and token are resolved (token: what the handshake proves)
+  std::unique_ptr<Donor> donor;  // fresh, or attached to what a previous worker left
+  bool attached = false;         // the donor has old entries: the home is rebuilt from its announce()
+  std::unique_ptr<Election> election;  // null: of node.discovery, if there is one
+  EnginePtr engine;                    // null: the service makes its own. Closed with it
+  std::vector<Listener> listeners;     // the first is unix://<runtime_dir>/<pool>/node.sock
   // The number of user sessions (role "client", not nodes) changed. The keeper lingers out by it.
   std::function<void(int clients)> on_clients_changed;
   // Somebody asked this node to leave: whoever runs it should drain() and close() it. May be called several times.

@@ -13,7 +13,11 @@ Result<std::unique_ptr<NodeService>> NodeService::create(NodeServiceOptions opti
 
 Status NodeServiceImpl::start() {
   donor_ = std::move(options_.donor);
-  leader_ = options_.node.leader.empty();
+  election_ = std::move(options_.election);
+  if (!election_ && !options_.node.discovery.empty()) {
+    TM_ASSIGN(election_, open_election(options_.node.discovery));
+  }
+  leader_ = !election_ && options_.node.leader.empty();
   engine_ = options_.engine;
   if (!engine_) {
     EngineOptions engine_options;
@@ -57,7 +61,7 @@ Status NodeServiceImpl::start() {
   if (leader_) TM_TRY(start_home());
   for (Listener& listener : options_.listeners)
     TM_TRY(engine_->rpc().listen_fd(std::move(listener.fd), listener.address));
-  if (!leader_) thread_ = std::thread([this] { membership_thread(); });
+  if (!leader_) thread_ = std::thread([this] { election_ ? election_thread() : membership_thread(); });
   arm_tick();
   return {};
 }
@@ -268,6 +272,7 @@ void NodeServiceImpl::tick() {
     for (uint32_t i = 0; i < batch.items; ++i) donor_->drop_txn(txn_of(batch.txn, i));
     return true;
   });
+  still_leads();
   donor_->sweep(now);
   retry_reservations();
   std::erase_if(waiting_, [&](const WaitingReserve& w) {
@@ -282,7 +287,7 @@ void NodeServiceImpl::tick() {
     return true;
   });
   if (!leader_) return;
-  publish_counted(*table_map_, now);
+  if (!election_) publish_counted(*table_map_, now);
   watch_members(now);
   home_->tick(now);
   tick_events(now);
@@ -317,6 +322,7 @@ Status NodeServiceImpl::drain(Deadline deadline) {
     if (open && !sleep_ms(10)) break;
   }
   left_ = true;  // until here it is a member: its writers' commits need it
+  sleep_cv_.notify_all();
   rpc::SessionPtr leader;
   strand_.run_and_wait([&] { leader = leader_session_; });
   if (leader) {

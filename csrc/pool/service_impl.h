@@ -9,6 +9,7 @@
 //   service_tiers.cpp    what is asked for and lies on an SSD
 //   service_members.cpp  marks, and the leader's side of membership
 //   service_join.cpp     a member's side of membership (its own thread)
+//   service_election.cpp who leads, if that is not given: the thread of members, and taking and leaving the lead
 #pragma once
 
 #include <atomic>
@@ -16,10 +17,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <unordered_map>
 
 #include "pool/batch_messages.h"
+#include "pool/election.h"
 #include "pool/home.h"
 #include "pool/node_service.h"
 #include "pool/strand.h"
@@ -173,18 +176,35 @@ class NodeServiceImpl final : public NodeService {
   // service_join.cpp
   void counted(int64_t at_ns);  // the leader counted this node among the pool's at that time
   void membership_thread();
-  Status be_member();  // until the connection is lost or the service closes
+  Status be_member(const std::string& leader,
+                   int64_t connect_ms);  // until the connection is lost or the service closes
   Status announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer);
   void drop_named(std::function<void(const Status&)> done);
+  Status drop_named_and_wait();
   bool sleep_ms(int64_t ms);  // false: closing
   Announced slim(Announcement a) const;
   std::vector<Announced> announcements() const;
+
+  // service_election.cpp
+  void election_thread();
+  bool nap_ms(int64_t ms);  // or until there is something to note; false: closing or leaving
+  Status take_part();
+  Status lead(const Election::Won& won);  // until that is over
+  Status note_view();
+  void ask_to_note();
+  LastView recorded() const;
+  void begin_to_lead(const Election::Won& won, const LastView& last, const NodeId& before);
+  void lead_until(int64_t until_ns, int64_t since_ns);  // since: when etcd certainly had us as the leader
+  void still_leads();                                   // or stands down
+  void stand_down();
+  void when_noted(std::function<void()> change);  // once the next leader would know of it
 
   NodeServiceOptions options_;
   std::unique_ptr<Donor> donor_;
   EnginePtr engine_;
   NodeInfo self_;
   bool leader_ = false;
+  std::unique_ptr<Election> election_;  // null: the leader is given
   std::vector<RegionPtr> regions_;
   MappingPtr table_map_;
   std::vector<MappingPtr> data_maps_;  // read-write, for inline puts
@@ -219,6 +239,13 @@ class NodeServiceImpl final : public NodeService {
   std::map<NodeId, int64_t> expected_until_;
   int64_t watched_ns_ = INT64_MAX / 2;  // when their silence was last looked at
   bool pumping_ = false;
+  uint64_t reign_ = 0;  // changes with each home: answers to an earlier one's marks are nobody's
+  int64_t lead_until_ns_ = 0;
+  Id128 lineage_{};
+  std::set<NodeId> counting_;  // whose named objects count, as it is recorded or about to be; we too
+  std::set<NodeId> leaving_;   // to be expelled once that is recorded
+  std::deque<std::pair<uint64_t, std::function<void()>>> unnoted_;
+  uint64_t last_change_ = 0;
   std::vector<SendMark> unheeded_;  // of those that nothing waits for: not taken yet
   struct Listening {
     EventsCall call;
@@ -231,12 +258,14 @@ class NodeServiceImpl final : public NodeService {
   int64_t asked_events_ns_ = 0;
 
   // A member's.
-  View view_;  // the leader's too
+  View view_;           // the leader's too
+  uint64_t fence_ = 0;  // marks of older views are refused
   int64_t lease_until_ns_ = 0;
   rpc::SessionPtr leader_session_;
   std::thread thread_;
   std::mutex sleep_mutex_;
   std::condition_variable sleep_cv_;
+  bool to_note_ = false;  // by sleep_mutex_
 };
 
 inline void respond(rpc::Responder& responder, const Status& status) {
@@ -261,6 +290,7 @@ void NodeServiceImpl::method(Method id, void (NodeServiceImpl::*fn)(const rpc::S
         arrived->message = decode<T>(arrived->body);
         if (!arrived->message.is_ok()) return arrived->responder.fail(arrived->message.status());
         strand_.run([this, fn, session, arrived] {
+          still_leads();
           if (home_) home_->at(steady_ns());
           // The responder keeps what the message's texts point into.
           (this->*fn)(session, std::move(arrived->message).value(), ResponderPtr(arrived, &arrived->responder));

@@ -16,14 +16,14 @@ bool NodeServiceImpl::sleep_ms(int64_t ms) {
 void NodeServiceImpl::membership_thread() {
   static log::Once once(60'000);
   do {
-    const Status s = be_member();
+    const Status s = be_member(options_.node.leader, kLeaseMs);
     if (closing_ || left_) return;
     if (once.pass()) log::warning("pool", s.with("membership at " + options_.node.leader).to_string());
   } while (sleep_ms(kBeatMs / 2));
 }
 
-Status NodeServiceImpl::be_member() {
-  TM_ASSIGN(auto peer, engine_->connect(options_.node.leader, Deadline::after_ms(kLeaseMs)));
+Status NodeServiceImpl::be_member(const std::string& address, int64_t connect_ms) {
+  TM_ASSIGN(auto peer, engine_->connect(address, Deadline::after_ms(connect_ms)));
   const rpc::SessionPtr leader = peer->session();
   JoinRequest join;
   strand_.run_and_wait([&] {
@@ -60,24 +60,16 @@ void NodeServiceImpl::counted(int64_t at_ns) {
 
 // The donor's table is copied and evictions are reported from one moment on, so that nothing falls between.
 Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer) {
+  // Nothing that an earlier leader still says changes what we announce.
+  strand_.run_and_wait([&] { fence_ = std::max(fence_, answer.view.number); });
+  if (!answer.keep_named) TM_TRY(drop_named_and_wait());
   std::vector<Announced> extents;
-  std::promise<Status> dropped;
   strand_.run_and_wait([&] {
-    if (answer.keep_named) {
-      dropped.set_value({});
-    } else {
-      drop_named([&](const Status& s) { dropped.set_value(s); });
-    }
     extents = announcements();
     evicted_.clear();
     moved_.clear();
     leader_session_ = leader;
   });
-  // What is on an SSD must not come back with the next worker, whom a rebuilt home would trust.
-  auto over = dropped.get_future();
-  while (over.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready)
-    if (closing_) return {Code::closed, "closing"};
-  TM_TRY(over.get());
   constexpr size_t kChunk = 4096;
   int64_t sent_ns = 0;
   View view;
@@ -98,6 +90,16 @@ Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAns
     counted(sent_ns);
   });
   return {};
+}
+
+// What is on an SSD must not come back with the next worker, whom a rebuilt home would trust.
+Status NodeServiceImpl::drop_named_and_wait() {
+  auto dropped = std::make_shared<std::promise<Status>>();
+  auto over = dropped->get_future();
+  strand_.run_and_wait([&] { drop_named([dropped](const Status& s) { dropped->set_value(s); }); });
+  while (over.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready)
+    if (closing_) return {Code::closed, "closing"};
+  return over.get();
 }
 
 // We were out of the view: somebody else may have newer versions of what we hold.

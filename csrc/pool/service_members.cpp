@@ -47,15 +47,16 @@ void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Stat
 
 void NodeServiceImpl::on_mark(const rpc::SessionPtr&, Mark mark, ResponderPtr responder) {
   if (const Status s = usable(); !s.is_ok() && !draining_) return responder->fail(s);
-  if (mark.view < view_.number)
+  if (const uint64_t seen = std::max(view_.number, fence_); mark.view < seen)
     return responder->fail({Code::pool_unavailable, "a mark of view " + std::to_string(mark.view) +
-                                                        ", this donor has seen " + std::to_string(view_.number)});
+                                                        ", this donor has seen " + std::to_string(seen)});
   apply_mark(mark, [responder](const Status& s) { respond(*responder, s); });
 }
 
 void NodeServiceImpl::send_mark(const SendMark& send) {
   if (send.node == self_.id) {
-    apply_mark(send.mark, [this, id = send.id](const Status& s) {
+    apply_mark(send.mark, [this, id = send.id, reign = reign_](const Status& s) {
+      if (!home_ || reign != reign_) return;
       home_->at(steady_ns());  // what flips now expires later than at its donors
       if (id) home_->mark_done(id, s);
     });
@@ -66,23 +67,25 @@ void NodeServiceImpl::send_mark(const SendMark& send) {
     if (send.id) home_->mark_done(send.id, {Code::pool_unavailable, "the donor has not come back"});
     return;
   }
-  member->second.session->call(
-      kMark, encode(send.mark), Deadline::after_ms(kLeaseMs), [this, send](Result<rpc::Message> answer) {
-        Status s = answer.status();
-        if (closing_ || (send.id == 0 && s.is_ok())) return;
-        const bool silent =
-            s.code() == Code::peer_lost || s.code() == Code::closed || s.code() == Code::deadline_exceeded;
-        if (silent) s = Status(Code::pool_unavailable, s.message());
-        strand_.run([this, send, s] {
-          if (send.id == 0) {
-            if (s.code() == Code::pool_unavailable) unheeded_.push_back(send);
-            return;
-          }
-          home_->at(steady_ns());
-          home_->mark_done(send.id, s);
-          pump();
-        });
-      });
+  member->second.session->call(kMark, encode(send.mark), Deadline::after_ms(kLeaseMs),
+                               [this, send, reign = reign_](Result<rpc::Message> answer) {
+                                 Status s = answer.status();
+                                 if (closing_ || (send.id == 0 && s.is_ok())) return;
+                                 const bool silent = s.code() == Code::peer_lost || s.code() == Code::closed ||
+                                                     s.code() == Code::deadline_exceeded;
+                                 if (silent) s = Status(Code::pool_unavailable, s.message());
+                                 strand_.run([this, send, s, reign] {
+                                   still_leads();
+                                   if (!home_ || reign != reign_) return;
+                                   if (send.id == 0) {
+                                     if (s.code() == Code::pool_unavailable) unheeded_.push_back(send);
+                                     return;
+                                   }
+                                   home_->at(steady_ns());
+                                   home_->mark_done(send.id, s);
+                                   pump();
+                                 });
+                               });
 }
 
 // A donor that has joined a moment ago may not know it yet, nor the newest view. One that has left or restarted since
@@ -153,7 +156,7 @@ View NodeServiceImpl::make_view() const {
   View view;
   view.number = home_->view();
   view.seed = seed_;
-  view.lineage = self_.id;
+  view.lineage = election_ ? lineage_ : self_.id;
   view.home = self_.id;
   view.nodes.push_back(self_);
   view.nodes[0].used_bytes = donor_->stats().used_bytes;
@@ -175,6 +178,8 @@ void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest reques
   if (!leader_) return responder->fail({Code::unsupported, "this node is not the leader"});
   if (request.node.id == self_.id || session->peer().role != "node")
     return responder->fail({Code::invalid_argument, "only another node can join"});
+  if (leaving_.count(request.node.id))
+    return responder->fail({Code::pool_unavailable, "this node is being expelled: join again"});
   const auto known = members_.find(request.node.id);
   const bool of_last_view = expected_until_.count(request.node.id) != 0;
   Member& member = members_[request.node.id];
@@ -200,18 +205,25 @@ void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceReques
   if (request.first) member.incoming.clear();
   std::move(request.extents.begin(), request.extents.end(), std::back_inserter(member.incoming));
   member.heard_ns = steady_ns();
-  if (request.last) {
-    expected_until_.erase(request.node);
-    member.announced = true;
-    home_->announce(request.node, std::exchange(member.incoming, {}));
+  if (!request.last) return responder->ok(encode(make_view()));
+  auto admit = [this, session, id = request.node, responder] {
+    const auto joined = members_.find(id);
+    if (joined == members_.end()) counting_.erase(id);
+    if (joined == members_.end() || joined->second.session != session)
+      return responder->fail({Code::key_not_found, "this node has not joined"});
+    expected_until_.erase(id);
+    joined->second.announced = true;
+    home_->announce(id, std::exchange(joined->second.incoming, {}));
     next_view(0);
-  }
-  responder->ok(encode(make_view()));
+    responder->ok(encode(make_view()));
+  };
+  const bool recorded = !counting_.insert(request.node).second && unnoted_.empty();
+  recorded ? admit() : when_noted(std::move(admit));
 }
 
 void NodeServiceImpl::on_beat(const rpc::SessionPtr& session, BeatRequest request, ResponderPtr responder) {
   const auto it = leader_ ? members_.find(request.node) : members_.end();
-  if (it == members_.end() || it->second.session != session)
+  if (it == members_.end() || it->second.session != session || leaving_.count(request.node))
     return responder->fail({Code::key_not_found, "this node has not joined, or was expelled"});
   it->second.heard_ns = steady_ns();
   it->second.info.used_bytes = request.used_bytes;
@@ -225,16 +237,21 @@ void NodeServiceImpl::on_leave(const rpc::SessionPtr& session, LeaveRequest requ
   if (it == members_.end() || it->second.session != session)
     return responder->fail({Code::key_not_found, "this node has not joined"});
   expel(request.node, nullptr);
-  responder->ok();
+  when_noted([responder] { responder->ok(); });
 }
 
 void NodeServiceImpl::expel(const NodeId& id, const char* why) {
   if (const Status s = failpoint("home.expel"); !s.is_ok()) return log::error("pool", s.to_string());
+  if (!leaving_.insert(id).second) return;
   if (why) log::warning("pool", "node " + to_hex(id) + " is expelled: " + why);
-  members_.erase(id);
-  expected_until_.erase(id);
-  home_->expel(id);
-  next_view(0);
+  counting_.erase(id);
+  when_noted([this, id] {
+    leaving_.erase(id);
+    members_.erase(id);
+    expected_until_.erase(id);
+    home_->expel(id);
+    next_view(0);
+  });
 }
 
 void NodeServiceImpl::watch_members(int64_t now_ns) {

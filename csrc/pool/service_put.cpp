@@ -118,6 +118,8 @@ Status NodeServiceImpl::need_home(uint64_t view) const {
   if (view > home_->view())
     return {Code::pool_unavailable, "this directory node knows view " + std::to_string(home_->view()) +
                                         ", the request is of view " + std::to_string(view)};
+  if (view != 0 && view >> kTermBits != home_->view() >> kTermBits)
+    return {Code::pool_unavailable, "the request is of view " + std::to_string(view) + ", of an earlier leader"};
   return {};
 }
 

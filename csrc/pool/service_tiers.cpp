@@ -51,6 +51,7 @@ bool NodeServiceImpl::promote_for(RequestId request, const std::vector<Found>& f
 
 // On the strand, when the disk has done something.
 void NodeServiceImpl::disk_done() {
+  still_leads();
   if (home_) home_->at(steady_ns());
   donor_->run_completions();
   retry_reservations();

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch_mooncake.cli import emit, human, seconds
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
-from torch_mooncake.errors import DeadlineExceeded, IoError, PeerLost, PoolUnavailable
+from torch_mooncake.errors import DeadlineExceeded, InvalidArgument, IoError, PeerLost, PoolUnavailable
 
 if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
@@ -37,6 +37,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         default="",
         metavar="ADDRESS",
         help="the leader's address, the same on every node: the node whose host name it has is the leader",
+    )
+    parser.add_argument(
+        "--discovery",
+        metavar="URL",
+        help="etcd://host:port[,…][/prefix], the same on every node: they elect their leader there (TM_DISCOVERY)",
     )
     parser.add_argument(
         "--linger", type=_linger, default=-1, metavar="SECONDS", help="exit when unused so long (never)"
@@ -79,8 +84,15 @@ def _node(args: argparse.Namespace) -> int:
     from torch_mooncake import node
 
     config = Config.from_env(
-        pool=args.pool, memory=args.memory, ssd=args.ssd, linger_s=args.linger, host_id=args.host_id
+        pool=args.pool,
+        memory=args.memory,
+        ssd=args.ssd,
+        linger_s=args.linger,
+        host_id=args.host_id,
+        discovery=args.discovery,
     )
+    if config.discovery and (args.leader or args.cluster):
+        raise InvalidArgument("--discovery elects the leader: --leader and --cluster name it")
     node.pool_dir(config)
     leader = args.leader or ("" if not args.cluster or is_this_host(args.cluster) else args.cluster)
     command = node.arguments(config, listen=args.listen, leader=leader)

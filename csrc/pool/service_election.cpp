@@ -1,0 +1,192 @@
+// Membership by election: the membership thread of a node that was given a `discovery`. It follows who leads or, when
+// nobody does, takes the lead; then it keeps the lease and the record of the view, while the strand leads.
+//
+// A leader's lease is judged on the strand, before anything is done for anybody: who wakes up after it has run out
+// refuses all it is asked, whatever this thread is doing. A change of the view takes effect after it has been recorded:
+// the next leader knows whose named objects count.
+#include <future>
+
+#include "common/log.h"
+#include "common/random.h"
+#include "pool/service_impl.h"
+#include "pool/view_record.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+constexpr int64_t kAskMs = 2000;     // a question to etcd
+constexpr int64_t kReturnMs = 2000;  // the leader before us has fenced itself; it may come back as a member
+
+}  // namespace
+
+bool NodeServiceImpl::nap_ms(int64_t ms) {
+  std::unique_lock lock(sleep_mutex_);
+  sleep_cv_.wait_for(lock, std::chrono::milliseconds(ms), [this] { return closing_ || left_ || to_note_; });
+  return !closing_ && !left_;
+}
+
+void NodeServiceImpl::election_thread() {
+  static log::Once once(60'000);
+  do {
+    const Status s = take_part();
+    if (!s.is_ok() && !closing_ && !left_ && once.pass())
+      log::warning("pool", s.with("membership by " + options_.node.discovery).to_string());
+  } while (nap_ms(kBeatMs / 2));
+}
+
+Status NodeServiceImpl::take_part() {
+  TM_ASSIGN(auto leader, election_->leader(Deadline::after_ms(kAskMs)));
+  if (leader && leader->node != self_.id) {
+    Status last(Code::peer_lost, "the leader listens on no address that can be reached from here");
+    for (const std::string& address : leader->addresses) {
+      if (address.starts_with("unix://")) continue;  // its host's
+      last = be_member(address, kAskMs);
+      if (last.is_ok() || closing_ || left_) break;
+    }
+    return last;
+  }
+  if (leader) TM_TRY(election_->end_seen(Deadline::after_ms(kAskMs)));  // an earlier worker of ours
+  if (draining_) return {};
+  Leader self{self_.id, self_.incarnation, self_.addresses};
+  TM_ASSIGN(auto won, election_->campaign(self, Deadline::after_ms(kAskMs)));
+  return won ? lead(*won) : Status{};
+}
+
+Status NodeServiceImpl::lead(const Election::Won& won) {
+  TM_ASSIGN(LastView last, election_->last_view(Deadline::after_ms(kAskMs)));
+  if (!last.has(self_.id)) {  // somebody else may have newer versions of what we hold
+    TM_TRY(drop_named_and_wait());
+    last.members.push_back(self_.id);
+  }
+  const NodeId before = std::exchange(last.leader, self_.id);
+  if (last.lineage == Id128{}) last.lineage = random_id();
+  TM_TRY(election_->note(last, Deadline::after_ms(kAskMs)));
+  strand_.run_and_wait([&] { begin_to_lead(won, last, before); });
+  Status over;
+  int64_t next_ns = 0;
+  while (over.is_ok() && nap_ms(std::max<int64_t>(0, next_ns - steady_ns()) / 1'000'000 + 1)) {
+    over = note_view();
+    if (!over.is_ok() || steady_ns() < next_ns) continue;
+    const int64_t sent_ns = steady_ns();
+    next_ns = sent_ns + kBeatMs * 1'000'000;
+    auto until = election_->renew(Deadline::after_ms(kAskMs));
+    over = until.status().code() == Code::io ? Status{} : until.status();
+    strand_.run_and_wait([&] {
+      if (until.is_ok()) lead_until(*until, sent_ns);
+      still_leads();
+      if (!leader_ && over.is_ok()) over = {Code::io, "the lease could not be renewed in time"};
+    });
+  }
+  LastView without;
+  strand_.run_and_wait([&] {
+    if (leader_) stand_down();
+    without = recorded();
+  });
+  if (!over.is_ok()) return over.with("this node leads no more");
+  // It leaves: nobody need wait for it, nor for its lease to run out.
+  std::erase(without.members, self_.id);
+  TM_TRY(election_->note(without, Deadline::after_ms(kAskMs / 2)));
+  return election_->resign(Deadline::after_ms(kAskMs / 2));
+}
+
+// Writes what the view is to be, and then lets the changes take effect that it has.
+Status NodeServiceImpl::note_view() {
+  {
+    std::lock_guard lock(sleep_mutex_);
+    if (!std::exchange(to_note_, false)) return {};
+  }
+  LastView view;
+  uint64_t up_to = 0;
+  strand_.run_and_wait([&] {
+    view = recorded();
+    up_to = last_change_;
+  });
+  const Status noted = election_->note(view, Deadline::after_ms(kAskMs));
+  if (noted.code() == Code::key_not_found) return noted;
+  strand_.run_and_wait([&] {
+    while (noted.is_ok() && leader_ && !unnoted_.empty() && unnoted_.front().first <= up_to) {
+      auto apply = std::move(unnoted_.front().second);
+      unnoted_.pop_front();
+      apply();
+    }
+    if (!unnoted_.empty()) ask_to_note();
+    if (home_) pump();
+  });
+  return {};
+}
+
+void NodeServiceImpl::ask_to_note() {
+  std::lock_guard lock(sleep_mutex_);
+  to_note_ = true;
+  sleep_cv_.notify_all();
+}
+
+LastView NodeServiceImpl::recorded() const { return {lineage_, self_.id, {counting_.begin(), counting_.end()}}; }
+
+// --- on the strand ---
+
+void NodeServiceImpl::begin_to_lead(const Election::Won& won, const LastView& last, const NodeId& before) {
+  const int64_t now = steady_ns();
+  leader_session_.reset();
+  seed_ = random_u64();
+  lineage_ = last.lineage;
+  counting_ = {last.members.begin(), last.members.end()};
+  home_.emplace(std::max(won.term << kTermBits, view_.number) + 1, seed_);
+  ++reign_;
+  leader_ = true;
+  watched_ns_ = now;
+  home_->at(now);
+  home_->expect(self_.id);
+  for (const NodeId& member : last.members) {
+    if (member == self_.id) continue;
+    home_->expect(member);
+    expected_until_[member] = now + (member == before ? kReturnMs : kExpelMs) * 1'000'000;
+  }
+  lead_until(won.until_ns, won.until_ns - kLeaseMs * 1'000'000);
+  evicted_.clear();
+  moved_.clear();
+  home_->announce(self_.id, announcements());
+  view_ = make_view();
+  still_leads();
+  pump();
+}
+
+void NodeServiceImpl::lead_until(int64_t until_ns, int64_t since_ns) {
+  if (!leader_) return;
+  lead_until_ns_ = std::max(lead_until_ns_, until_ns);
+  if (!draining_) publish_counted(*table_map_, since_ns);
+}
+
+void NodeServiceImpl::still_leads() {
+  if (election_ && leader_ && steady_ns() >= lead_until_ns_) stand_down();
+}
+
+// Whatever was being done for others is over for them: what may have happened says so.
+void NodeServiceImpl::stand_down() {
+  log::warning("pool", "this node leads no more");
+  const Status unknown(Code::peer_lost, "the directory node has stood down");
+  const Status later(Code::pool_unavailable, "this node is no longer the directory node");
+  leader_ = false;
+  lead_until_ns_ = lease_until_ns_ = 0;
+  publish_counted(*table_map_, 0);
+  view_ = make_view();
+  home_.reset();
+  end_events();
+  for (auto& [id, done] : std::exchange(commits_, {})) done(unknown);
+  for (auto& [id, batch] : std::exchange(put_batches_, {})) batch.responder->fail(unknown);
+  for (auto& [id, batch] : std::exchange(remove_batches_, {})) batch.responder->fail(unknown);
+  for (auto& [id, lookup] : std::exchange(lookups_, {})) lookup.responder->fail(later);
+  members_.clear();
+  expected_until_.clear();
+  unheeded_.clear();
+  unnoted_.clear();
+  leaving_.clear();
+}
+
+void NodeServiceImpl::when_noted(std::function<void()> change) {
+  if (!election_) return change();
+  unnoted_.emplace_back(++last_change_, std::move(change));
+  ask_to_note();
+}
+
+}  // namespace torch_mooncake::pool

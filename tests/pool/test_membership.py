@@ -1,0 +1,337 @@
+"""Nodes that elect their leader in a real etcd: it dies, is stopped, leaves; etcd does; what was acknowledged stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from etcd_server import Etcd
+from processes import PoolEnv, command_line, eventually
+
+import torch_mooncake as tm
+
+NAMES = ("a", "b", "c")
+TYPED = (tm.PoolUnavailable, tm.PeerLost, tm.DeadlineExceeded)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def value(number: int) -> np.ndarray[Any, Any]:
+    return np.full(5000, number, np.int64)  # 40 kB: rides in no message
+
+
+class Node:
+    """One "host"'s node: a process of ``torch-mooncake node``, and clients of it."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster, self.name = cluster, name
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._pool: tm.Pool | None = None
+        self.start()
+
+    def start(self) -> None:
+        args = ["--pool", self.name, "--host-id", self.name, "--listen", self.address, "--memory", "64MiB"]
+        args += ["--discovery", self.cluster.etcd.url + "/test", "--drain", "10"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch_mooncake", "node", *args], stderr=subprocess.DEVNULL
+        )
+
+    @property
+    def pool(self) -> tm.Pool:
+        if self._pool is None:
+            self._pool = tm.Pool(self.address)
+        return self._pool
+
+    def pids(self) -> list[int]:
+        """Keeper and worker."""
+        return [pid for pid in self.cluster.env.nodes() if f"--pool\0{self.name}\0" in command_line(pid)]
+
+    def send(self, signum: int) -> None:
+        for pid in self.pids():
+            os.kill(pid, signum)
+        if signum == signal.SIGKILL:
+            assert self.process
+            self.process.wait()
+            assert eventually(lambda: not self.pids())
+
+    def stop_worker(self) -> None:
+        worker = self.pids()[-1]
+        os.kill(worker, signal.SIGSTOP)
+        tasks = Path(f"/proc/{worker}/task")
+        assert eventually(lambda: all(" T " in task.read_text() for task in tasks.glob("*/stat")))
+
+    def here(self) -> dict[str, Any]:
+        """What this node says of itself."""
+        try:
+            with tm.Pool(self.address) as pool:
+                return pool._client(time.monotonic_ns() + 2_000_000_000).stat(
+                    time.monotonic_ns() + 2_000_000_000, here=True
+                )["nodes"][0]
+        except tm.Error:
+            return {"ready": False, "is_home": False}
+
+
+class Cluster:
+    def __init__(self, etcd: Etcd, env: PoolEnv) -> None:
+        self.etcd, self.env = etcd, env
+        self.nodes = {name: Node(self, name) for name in NAMES}
+
+    def becomes_whole(self, n: int = 3, timeout: float = 40) -> bool:
+        """All ``n`` nodes serve, and know of each other."""
+
+        def whole() -> bool:
+            for node in self.living():
+                try:
+                    stat = node.pool.stat()
+                except tm.Error:
+                    return False
+                if len(stat["nodes"]) != n or not all(each["ready"] for each in stat["nodes"]):
+                    return False
+            return len(self.living()) == n
+
+        return eventually(whole, timeout)
+
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.process and node.process.poll() is None]
+
+    def leader(self) -> Node:
+        leaders: list[Node] = []
+
+        def one() -> bool:
+            leaders[:] = [node for node in self.living() if node.here()["is_home"]]
+            return len(leaders) == 1
+
+        assert eventually(one, 30)
+        return leaders[0]
+
+    def others(self, node: Node) -> list[Node]:
+        return [other for other in self.living() if other is not node]
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            if node._pool:
+                node._pool.close()
+            for pid in node.pids():
+                os.kill(pid, signal.SIGCONT)
+        for node in self.nodes.values():
+            if node.process:
+                node.process.terminate()
+        for node in self.nodes.values():
+            if node.process:
+                try:
+                    node.process.wait(20)
+                finally:
+                    node.process.kill()
+
+
+@pytest.fixture
+def cluster(etcd: Etcd, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("TM_TOKEN", "0123456789abcdef")
+    made = Cluster(etcd, pool_env)
+    try:
+        assert made.becomes_whole()
+        yield made
+    finally:
+        made.close()
+
+
+class Writers:
+    """One thread a node that puts and gets, for as long as the block lasts. A get returns the last value that was
+    acknowledged (or one whose outcome is unknown, from then on); nothing fails but by a typed error."""
+
+    def __init__(self, nodes: list[Node], replicas: int) -> None:
+        self.replicas, self.over, self.wrong = replicas, threading.Event(), []  # type: ignore[var-annotated]
+        self.done, self.failed = 0, 0
+        self.threads = [threading.Thread(target=self._run, args=(node,)) for node in nodes]
+
+    def __enter__(self) -> Writers:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self.threads), "a call does not end"
+        assert not self.wrong, self.wrong[:3]
+
+    def _run(self, node: Node) -> None:
+        possible, number = {0}, 0
+        key = f"live/{node.name}"
+        while not self.over.is_set():
+            number += 1
+            try:
+                node.pool.put(key, value(number), replicas=self.replicas, timeout=20)
+                possible = {number}
+                self.done += 1
+            except TYPED as error:
+                self.failed += 1
+                if "outcome unknown" in str(error):
+                    possible.add(number)
+            except Exception as error:
+                self.wrong.append(repr(error))
+            try:
+                got = int(node.pool.get(key, timeout=20)[0])
+                if got in possible:
+                    possible = {got}
+                else:
+                    self.wrong.append(f"{key}: {got}, not one of {possible}")
+            except TYPED:
+                self.failed += 1
+            except tm.KeyNotFound:
+                if 0 not in possible:
+                    self.wrong.append(f"{key} is missing")
+            except Exception as error:
+                self.wrong.append(repr(error))
+
+
+def test_a_leader_that_is_killed_is_replaced_and_what_was_acknowledged_stays(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    one, two = cluster.others(leader)
+    for i in range(30):
+        one.pool.put(f"one/{i}", value(i))  # on that node only
+        leader.pool.put(f"both/{i}", value(i), replicas=2)
+    leader.pool.put("lost", value(1))
+    with Writers([one, two], replicas=1) as writers:
+        assert eventually(lambda: writers.done > 20)
+        leader.send(signal.SIGKILL)
+        assert cluster.becomes_whole(2)
+        before = writers.done
+        assert eventually(lambda: writers.done > before + 20)
+    assert cluster.leader() in (one, two)
+    for node in (one, two):
+        for i in range(30):
+            assert np.array_equal(node.pool.get(f"one/{i}"), value(i))
+            assert np.array_equal(node.pool.get(f"both/{i}"), value(i))
+        with pytest.raises(tm.KeyNotFound):
+            node.pool.get("lost")
+    leader.start()
+    assert cluster.becomes_whole(3)
+    assert np.array_equal(leader.pool.get("one/3"), value(3))
+
+
+def test_a_leader_that_was_stopped_refuses_when_it_wakes(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    one, two = cluster.others(leader)
+    leader.pool.put("k", value(1))  # on the leader
+    assert np.array_equal(one.pool.get("k"), value(1))
+    leader.stop_worker()
+    try:
+        assert cluster_of(cluster, one, two)
+        one.pool.put("k", value(2), timeout=30)
+    finally:
+        leader.send(signal.SIGCONT)
+    # Whatever it is asked from here on, the past is over for it.
+    for _ in range(20):
+        try:
+            assert np.array_equal(leader.pool.get("k", timeout=5), value(2))
+        except TYPED:
+            pass
+    assert cluster.becomes_whole(3)
+    assert cluster.leader() is not leader
+    assert np.array_equal(leader.pool.get("k"), value(2))
+
+
+def cluster_of(cluster: Cluster, *nodes: Node) -> bool:
+    """Those nodes alone are a pool."""
+
+    def whole() -> bool:
+        try:
+            return all(len(node.pool.stat()["nodes"]) == len(nodes) for node in nodes)
+        except tm.Error:
+            return False
+
+    return eventually(whole, 40)
+
+
+def test_a_leaders_worker_that_is_killed_leads_again(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    leader.pool.put("k", value(1))
+    os.kill(leader.pids()[-1], signal.SIGKILL)
+    for node in cluster.living():
+        assert np.array_equal(node.pool.get("k", timeout=30), value(1))
+        node.pool.put(f"after/{node.name}", value(2), timeout=30)
+    assert cluster.becomes_whole(3)
+
+
+def test_a_member_that_is_killed_is_expelled_and_comes_back(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    member, other = cluster.others(leader)
+    member.pool.put("k", value(1))
+    leader.pool.put("both", value(2), replicas=3)
+    member.send(signal.SIGKILL)
+    assert cluster_of(cluster, leader, other)
+    assert np.array_equal(other.pool.get("both"), value(2))
+    with pytest.raises(tm.KeyNotFound):
+        other.pool.get("k")
+    member.start()
+    assert cluster.becomes_whole(3)
+
+
+def test_reads_and_writes_go_on_while_etcd_is_silent_for_less_than_a_lease(cluster: Cluster) -> None:
+    with Writers(cluster.living(), replicas=1) as writers:
+        assert eventually(lambda: writers.done > 20)
+        leader = cluster.leader()
+        cluster.etcd.stop()
+        try:
+            failed, until = writers.failed, time.monotonic() + 2
+            assert eventually(lambda: time.monotonic() > until)
+        finally:
+            cluster.etcd.go_on()
+        assert writers.failed == failed
+        before = writers.done
+        assert eventually(lambda: writers.done > before + 20)
+    assert cluster.leader() is leader
+
+
+@pytest.mark.parametrize("how", ["stopped", "restarted"])
+def test_an_etcd_that_is_away_for_longer_costs_time_and_nothing_else(cluster: Cluster, how: str) -> None:
+    for node in cluster.living():
+        node.pool.put(f"k/{node.name}", value(7))
+    with Writers(cluster.living(), replicas=1) as writers:
+        assert eventually(lambda: writers.done > 20)
+        if how == "stopped":
+            cluster.etcd.stop()
+        else:
+            cluster.etcd.kill()
+        assert eventually(lambda: not any(node.here()["is_home"] for node in cluster.living()), 15)
+        if how == "stopped":
+            cluster.etcd.go_on()
+        else:
+            cluster.etcd.start()
+        assert cluster.becomes_whole(3)
+        before = writers.done
+        assert eventually(lambda: writers.done > before + 20)
+    for node in cluster.living():
+        for other in cluster.living():
+            assert np.array_equal(node.pool.get(f"k/{other.name}"), value(7))
+
+
+def test_a_leader_that_leaves_hands_over_at_once(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    one, two = cluster.others(leader)
+    one.pool.put("k", value(3))
+    assert leader.process
+    leader.process.terminate()
+    assert leader.process.wait(15) == 0
+    started = time.monotonic()
+    two.pool.put("k", value(4))
+    assert time.monotonic() - started < 5  # its lease alone would take that
+    assert np.array_equal(one.pool.get("k"), value(4))
+    assert cluster_of(cluster, one, two)

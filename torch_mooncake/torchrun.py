@@ -92,9 +92,7 @@ def cluster(config: Config, deadline: int, store: Any = None) -> Cluster:
     env = os.environ
     if config.discovery:
         if not config.token:
-            raise InvalidArgument(
-                "a discovery needs a token that all nodes have (TM_TOKEN)"
-            )
+            raise InvalidArgument("a discovery needs a token that all nodes have (TM_TOKEN)")
         return Cluster([f"tcp://{_own_ip(*parse_etcd(config.discovery)[0][0])}:0"], token=config.token)
     mine = secrets.token_hex(16)
     if store is not None:

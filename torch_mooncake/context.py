@@ -29,18 +29,21 @@ def init(
     host_id: str | None = None,
     name: str | None = None,
     store: dist.Store | None = None,
+    discovery: str | None = None,
     timeout: float | None = 30,
 ) -> Pool:
     """Attach this process to a pool, and make it the default one. Idempotent.
 
     Without ``address``: this host's pool, whose node is started if there is none (inside torchrun over several hosts:
     one pool over all of them). With ``"host:7400"``: the pool of that node. With ``store``: hosts that give the same
-    ``torch.distributed`` Store make one pool, which the node that is started first leads. What is None comes from
-    ``TM_*`` (see ``torch_mooncake.config``). InvalidArgument if it was called before with something else.
+    ``torch.distributed`` Store make one pool, which the node that is started first leads. With ``discovery``
+    ("etcd://host:port[,…][/prefix]"): hosts that give the same make one pool, whose nodes elect their leader. What is
+    None comes from ``TM_*`` (see ``torch_mooncake.config``). InvalidArgument if it was called before with something
+    else.
     """
     global _default, _given
     given: dict[str, Any] = {"address": address, "pool": pool, "token": token, "memory": memory, "linger_s": linger_s}
-    given |= {"host_id": host_id, "name": name, "store": store}
+    given |= {"host_id": host_id, "name": name, "store": store, "discovery": discovery}
     given = {key: value for key, value in given.items() if value is not None}
     with _lock:
         if _exiting:

@@ -106,14 +106,16 @@ class Pool:
         name: str | None = None,
         runtime_dir: str | None = None,
         store: dist.Store | None = None,
+        discovery: str | None = None,
         timeout: float | None = 30,
     ) -> None:
         """Connect to the node at ``address`` ("host:7400"), or to this host's, which is started if there is none.
 
         What is None comes from the environment (``torch_mooncake.config``). ``memory`` and ``linger_s`` are for a node
         that is started here, and so is ``store``: hosts that give the same ``torch.distributed`` Store make one pool,
-        which the node of the first leads; its address travels through the Store. PoolUnavailable, AuthError,
-        VersionMismatch or DeadlineExceeded when it cannot be had.
+        which the node of the first leads; its address travels through the Store. With ``discovery``
+        ("etcd://host:port[,…][/prefix]", and one token on all hosts) the nodes elect their leader, and another when it
+        is lost. PoolUnavailable, AuthError, VersionMismatch or DeadlineExceeded when it cannot be had.
         """
         self.config = Config.from_env(
             address=address,
@@ -124,6 +126,7 @@ class Pool:
             host_id=host_id,
             name=name,
             runtime_dir=runtime_dir,
+            discovery=discovery,
         )
         self._store = store
         self._lock = threading.Lock()

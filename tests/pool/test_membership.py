@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from etcd_server import Etcd
-from processes import PoolEnv, command_line, eventually
+from processes import Child, PoolEnv, command_line, eventually
 
 import torch_mooncake as tm
 
@@ -335,3 +335,16 @@ def test_a_leader_that_leaves_hands_over_at_once(cluster: Cluster) -> None:
     assert time.monotonic() - started < 5  # its lease alone would take that
     assert np.array_equal(one.pool.get("k"), value(4))
     assert cluster_of(cluster, one, two)
+
+
+def test_programs_of_several_hosts_make_one_pool(
+    etcd: Etcd, pool_env: PoolEnv, child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"TM_TOKEN": "0123456789abcdef", "TM_DISCOVERY": etcd.url, "TM_MEMORY": "32MiB"}
+    programs = [child({**env, "TM_POOL": f"p{i}", "TM_HOST_ID": f"h{i}"}) for i in range(2)]
+    for i, program in enumerate(programs):
+        program(f"import torch_mooncake as tm; tm.init().put('k{i}', b'{i}'); result = 0")
+    for program in programs:
+        assert program("result = [tm.get(f'k{i}', timeout=20).decode() for i in range(2)]") == ["0", "1"]
+    with pytest.raises(tm.InvalidArgument, match="token"):
+        tm.init(discovery=etcd.url)

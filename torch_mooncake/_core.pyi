@@ -324,6 +324,11 @@ class Client:
 
     def stat(self, deadline_ns: int, here: bool = False) -> dict: ...
 
+    def drained(self, deadline_ns: int) -> dict:
+        """
+        Wait until the node at our address, which drain() was told to leave, has moved its objects; what has become of them.
+        """
+
     def drain(self, deadline_ns: int) -> None: ...
 
     @property

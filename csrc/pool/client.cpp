@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kLookupBatch = 8192;
 constexpr int64_t kAskMs = 10'000;  // one round of a long wait
+constexpr int64_t kDialMs = 3000;   // a node that has stopped accepts a connection, and says nothing
 
 }  // namespace
 
@@ -148,7 +149,10 @@ Result<LinkPtr> ClientImpl::link(const NodeId& node, Deadline deadline) {
   });
   for (const std::string& address : info.addresses) {
     if (address.starts_with("unix://") && !same_host) continue;
-    auto opened = Link::open({engine_, options_.name, host_id_}, address, deadline);
+    const Deadline soon = min(deadline, Deadline::after_ms(kDialMs));
+    auto opened = Link::open({engine_, options_.name, host_id_}, address, soon);
+    if (opened.status().code() == Code::deadline_exceeded && !deadline.expired())
+      opened = Status(Code::peer_lost, "it does not answer");  // another may lead meanwhile
     if (opened.is_ok() && (*opened)->node() != node) opened = Status(Code::peer_lost, "another node answers there");
     if (!opened.is_ok()) {
       last = opened.status().with(address);
@@ -270,31 +274,20 @@ Status ClientImpl::stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats&
   const NodeActivity& act = a.activity;
   stats.view = std::max(stats.view, a.view);
   stats.keys += a.keys;
-  stats.nodes.push_back({info.id,
-                         info.addresses.empty() ? "" : info.addresses[0],
-                         info.host_id,
-                         a.limit_bytes,
-                         a.used_bytes,
-                         a.limbo_bytes,
-                         a.prepared_bytes,
-                         a.extents,
-                         a.evictions,
-                         a.pinned,
-                         a.is_home,
-                         a.fenced_bytes,
-                         act.starts,
-                         act.clients,
-                         act.waiting,
-                         act.reservations,
-                         act.refusals,
-                         act.lookups,
-                         act.misses,
-                         act.commits,
-                         act.removals,
-                         act.draining,
-                         act.ready,
-                         act.unready,
-                         a.ssd});
+  stats.nodes.push_back({info.id,          info.addresses.empty() ? "" : info.addresses[0],
+                         info.host_id,     a.limit_bytes,
+                         a.used_bytes,     a.limbo_bytes,
+                         a.prepared_bytes, a.extents,
+                         a.evictions,      a.pinned,
+                         a.is_home,        a.fenced_bytes,
+                         act.starts,       act.clients,
+                         act.waiting,      act.reservations,
+                         act.refusals,     act.lookups,
+                         act.misses,       act.commits,
+                         act.removals,     act.copies,
+                         act.copied_bytes, act.to_copy,
+                         act.draining,     act.ready,
+                         act.unready,      a.ssd});
   stats.client_maps += node->maps();
   stats.client_mapped_bytes += node->mapped_bytes();
   return {};
@@ -330,6 +323,13 @@ Status ClientImpl::drain(Deadline deadline) {
   TM_TRY(usable());
   TM_ASSIGN(auto node, local(deadline));
   return node->call_empty(kDrain, encode(Empty{}), deadline);
+}
+
+Result<Drained> ClientImpl::drained(Deadline deadline) {
+  TM_TRY(usable());
+  TM_ASSIGN(auto node, local(deadline));
+  TM_ASSIGN(Evacuated e, node->call<Evacuated>(kDrained, Empty{}, deadline));
+  return Drained{e.moved, e.moved_bytes, e.left, std::move(e.why)};
 }
 
 uint64_t total_bytes(std::span<const iovec> v) {

@@ -107,6 +107,12 @@ struct KeyEvents {
   std::vector<Event> events;
 };
 
+struct Drained {
+  uint64_t moved = 0, moved_bytes = 0;  // objects (of several writers: parts)
+  uint64_t left = 0;                    // that could not be, and are lost
+  std::string why;
+};
+
 struct PoolStats {
   struct Node {
     NodeId id;
@@ -117,6 +123,7 @@ struct PoolStats {
     uint64_t starts, clients, waiting;  // of its worker, NodeActivity in messages.h
     uint64_t reservations, refusals;
     uint64_t lookups, misses, commits, removals;
+    uint64_t copies, copied_bytes, to_copy;
     bool draining, ready;
     std::string unready;
     SsdStats ssd;
@@ -157,8 +164,10 @@ class TM_API Client {
   virtual Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
   // With `here`, of the node at node_address alone, asked once: what answers in time is alive.
   virtual Result<PoolStats> stat(Deadline deadline, bool here = false) = 0;
-  // Asks the node at node_address to leave the pool: returns when it has begun to.
+  // Asks the node at node_address to leave the pool: returns when it has begun to. drained(): when it has moved what
+  // only it had to other nodes, as far as there was room and time; it is gone a moment later.
   virtual Status drain(Deadline deadline) = 0;
+  virtual Result<Drained> drained(Deadline deadline) = 0;
   // Batches: one call for any number of keys, an outcome for each, in their order; one deadline for all. A few messages
   // go to each node, whatever the number of keys. Each key's put is all or nothing by itself, and puts of one key take
   // effect in their order; puts of different keys in no order.

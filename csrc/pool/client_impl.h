@@ -58,6 +58,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) override;
   Result<PoolStats> stat(Deadline deadline, bool here) override;
   Status drain(Deadline deadline) override;
+  Result<Drained> drained(Deadline deadline) override;
   std::vector<Result<PutOutcome>> put_many(std::span<const PutEntry> entries, const PutOptions& options,
                                            Deadline deadline) override;
   std::vector<Result<ObjectPtr>> locate_many(std::span<const std::string> keys, Deadline deadline) override;

@@ -174,7 +174,7 @@ void DonorImpl::close_prepared(uint32_t index) {
 }
 
 Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms,
-                         int64_t now_ns) {
+                         int64_t now_ns, uint32_t replicas) {
   if (const Tiered* t = tiered(extent); t && t->record.version == version) return {};  // told twice
   TM_ASSIGN(const uint32_t index, find(extent));
   ExtentEntry& e = table_->at(index);
@@ -188,6 +188,7 @@ Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32
   e.version_counter = version.counter;
   e.crc32c = crc32c.value_or(0);
   e.has_crc = crc32c.has_value();
+  e.replicas = static_cast<uint16_t>(replicas);
   e.ttl_ms = ttl_ms;
   e.committed_ns = ttl_ms ? now_ns : 0;
   TM_TRY(failpoint("donor.commit.fields"));
@@ -300,7 +301,8 @@ Announcement DonorImpl::announcement(uint32_t index) const {
           e.ttl_ms,
           e.committed_ns,
           Tier::dram,
-          t ? std::optional(own) : std::nullopt};
+          t ? std::optional(own) : std::nullopt,
+          std::max<uint32_t>(1, e.replicas)};
 }
 
 Result<Announcement> DonorImpl::describe(ExtentRef extent) const {

@@ -60,10 +60,11 @@ struct alignas(128) ExtentEntry {
   uint64_t writer;              // SessionId that may still write the bytes; 0: nobody
   uint64_t last_use;            // eviction: in bytes touched
   uint32_t uses;
-  uint32_t crc32c, has_crc;
-  uint32_t promoted;     // a copy of a record on an SSD; its record's txn says which
-  uint64_t ttl_ms;       // 0: never expires
-  int64_t committed_ns;  // by the donor's steady clock, if it expires
+  uint32_t crc32c;
+  uint16_t has_crc, replicas;  // replicas: as the object was put; 0: 1
+  uint32_t promoted;           // a copy of a record on an SSD; its record's txn says which
+  uint64_t ttl_ms;             // 0: never expires
+  int64_t committed_ns;        // by the donor's steady clock, if it expires
 };
 static_assert(sizeof(ExtentEntry) == 128);
 
@@ -109,6 +110,7 @@ struct Announcement {  // what a donor tells a (new) home about one extent
   int64_t committed_ns = 0;
   Tier tier = Tier::dram;
   std::optional<ExtentRef> copy{};  // where the bytes are, if not in `extent` itself
+  uint32_t replicas = 1;            // as it was put. Not remembered on an SSD
 };
 struct DonorStats {
   uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
@@ -135,9 +137,10 @@ class TM_API Donor {
   // All bytes at once or pool_full (message has asked, free, limit, pinned). Evicts exactly as many bytes as needed,
   // least valuable first; `evicted` reports them so that the home forgets them.
   virtual Result<Reservation> reserve(const ReserveRequest& request) = 0;
-  // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair.
+  // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair, as is how
+  // many replicas there should be.
   virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms = 0,
-                        int64_t now_ns = 0) = 0;
+                        int64_t now_ns = 0, uint32_t replicas = 1) = 0;
   virtual Status finalize(ExtentRef extent) = 0;   // committed -> final
   virtual Status supersede(ExtentRef extent) = 0;  // changes the generation word; then free() may follow
   virtual Status free(ExtentRef extent) = 0;       // limbo while pinned or while the writer may still write

@@ -29,8 +29,8 @@ class DonorImpl final : public Donor {
   void on_held_changed(std::function<void(const HeldSegment&, bool)> fn) override { held_changed_ = std::move(fn); }
 
   Result<Reservation> reserve(const ReserveRequest& request) override;
-  Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms,
-                int64_t now_ns) override;
+  Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms, int64_t now_ns,
+                uint32_t replicas) override;
   Status finalize(ExtentRef extent) override;
   Status supersede(ExtentRef extent) override;
   Status free(ExtentRef extent) override;

@@ -181,6 +181,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     op.spots = std::move(spots);
     op.deadline_ns = deadline_ns;
     op.ttl_ms = call.ttl_ms;
+    op.replicas = static_cast<uint32_t>(call.replicas.size());
     return enqueue(h, std::move(op));
   }
   const auto it = groups_.find(call.head.txn);
@@ -202,6 +203,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     return refuse({Code::invalid_argument, "writers of one object differ in their options"});
   }
   group.have.insert(call.head.part);
+  group.op.replicas = std::max(group.op.replicas, static_cast<uint32_t>(call.replicas.size()));
   group.op.requests.push_back(request);
   group.op.spots.insert(group.op.spots.end(), spots.begin(), spots.end());
   group.op.deadline_ns = std::min(group.op.deadline_ns, deadline_ns);
@@ -261,6 +263,7 @@ void Home::start(const KeyHash& hash, Busy& busy, Op op) {
   }
   for (const NewSpot& spot : op.spots)
     if (gone(spot.donor)) return fail_op(hash, op, {Code::peer_lost, "a donor of this object has left the pool"});
+  if (op.what == Op::What::copy) return start_copy(hash, busy, std::move(op));
   if (exists) {
     if (existing.kind() != op.kind)
       return fail_op(
@@ -289,6 +292,8 @@ void Home::start_marking(const KeyHash& hash, Busy& busy) {
     mark.crc32c = spot.crc32c;
     mark.txn = busy.op.txn;
     mark.ttl_ms = busy.op.ttl_ms;
+    mark.replicas = busy.op.replicas;
+    mark.copy = busy.op.what == Op::What::copy;
     if (busy.op.expires_ns != INT64_MAX)  // completed in a rebuild: what is left of it
       mark.ttl_ms = static_cast<uint64_t>(std::max<int64_t>(1, (busy.op.expires_ns - now_ns_) / kMs));
     send(hash, spot.donor, mark, true);
@@ -311,8 +316,9 @@ void Home::start_superseding(const KeyHash& hash, Busy& busy) {
 }
 
 void Home::step_over(const KeyHash& hash, Busy& busy) {
-  if (busy.phase == Phase::marking && busy.failure.is_ok()) return start_superseding(hash, busy);
-  if (busy.phase == Phase::marking) {  // undo before anybody is told
+  const bool copied = busy.phase == Phase::marking && busy.failure.is_ok() && busy.op.what == Op::What::copy;
+  if (busy.phase == Phase::marking && busy.failure.is_ok() && !copied) return start_superseding(hash, busy);
+  if (busy.phase == Phase::marking && !copied) {  // undo before anybody is told
     busy.phase = Phase::aborting;
     drop(hash, busy.op);
     for (const NewSpot& spot : busy.op.spots) {
@@ -323,7 +329,9 @@ void Home::step_over(const KeyHash& hash, Busy& busy) {
     if (busy.outstanding != 0) return;
   }
   Candidates fallback;
-  if (busy.phase == Phase::superseding) {
+  if (copied) {
+    join_copy(hash, busy);
+  } else if (busy.phase == Phase::superseding) {
     flip(hash, busy);
   } else {
     answer(busy.op, busy.failure, false, {});
@@ -346,7 +354,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     for (RequestId request : op.requests) actions_.emplace_back(RemoveDone{request, true});
     return;
   }
-  IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
+  IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}, op.replicas};
   if (op.ttl_ms != 0) entry.expires_ns = now_ns_ + static_cast<int64_t>(op.ttl_ms) * kMs;
   for (const NewSpot& spot : op.spots)
     if (spot.state == NewSpot::State::committed && !gone(spot.donor)) entry.spots.push_back(spot);
@@ -355,6 +363,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     send(hash, spot.donor, make_mark(is_whole ? Mark::What::finalize : Mark::What::supersede, hash, spot.extent),
          false);
   if (is_whole) {
+    if (entry.spots.size() < size_t{entry.replicas} * entry.parts) short_.insert(hash);
     set_entry(hash, entry, std::move(op.key));
   } else {
     erase_entry(hash);  // evicted already, or lost with its donor
@@ -565,7 +574,11 @@ void Home::forget_donor(uint32_t donor) {
     IndexEntry entry = entries_.find(hash).entry();
     std::erase_if(entry.spots, [donor](const Spot& s) { return s.donor == donor; });
     entries_.set(hash, entry);
-    if (!whole(entry.spots, entry.parts)) lost(hash);
+    if (!whole(entry.spots, entry.parts)) {
+      lost(hash);
+    } else if (entry.replicas > 1) {
+      short_.insert(hash);
+    }
   }
   for (auto& [hash, busy] : busy_) {
     std::erase_if(busy.op.rest, [donor](const Candidate& c) { return c.donor == donor; });

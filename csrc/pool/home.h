@@ -67,6 +67,13 @@ struct Change {
   Kind kind = Kind::named;
   Version version;
 };
+// A part of an object of which there are too few copies.
+struct MissingCopy {
+  KeyHash hash{};
+  Version version;
+  uint32_t part = 0;
+  std::vector<ReplicaRef> from;  // the copies there are
+};
 using HomeAction = std::variant<SendMark, CommitDone, RemoveDone, Ready>;
 
 struct Found {
@@ -122,6 +129,18 @@ class TM_API Home {
   void watch(RequestId request, std::string_view key, bool present);
   void unwatch(RequestId request);
 
+  // Copies (home_copies.cpp). A key that has lost a replica with its donor, or that turns out in a rebuild to have
+  // fewer than it was put with, is told by take_short(), once; missing() says what it lacks then, not counting what
+  // `leaving` has. only_on(): keys that lack something without that donor.
+  std::vector<KeyHash> take_short(size_t limit);
+  void short_again(const KeyHash& hash) { short_.insert(hash); }
+  size_t short_keys() const { return short_.size(); }
+  std::vector<MissingCopy> missing(const KeyHash& hash, const NodeId* leaving = nullptr) const;
+  std::vector<KeyHash> only_on(const NodeId& leaving) const;
+  // A copy that was made, PREPARED: CommitDone when it is one of the object's replicas, or was dropped.
+  void add_copy(RequestId request, const MissingCopy& of, const ReplicaRef& copy, const TxnId& txn,
+                std::optional<uint32_t> crc32c);
+
   void evicted(const NodeId& node, std::string_view key, ExtentRef extent);
   void moved(const NodeId& node, std::string_view key, ExtentRef extent, Tier tier);
   // `ok`, or why the donor did not do it. Not called for marks that did not reach the donor.
@@ -149,11 +168,11 @@ class TM_API Home {
     TxnId txn{};
     Kind kind = Kind::named;
     ExtentState state = ExtentState::committed;
-    uint32_t parts = 1;
+    uint32_t parts = 1, replicas = 1;
     int64_t expires_ns = INT64_MAX;
   };
   struct Op {
-    enum class What : uint8_t { put, remove, expire, repair } what = What::put;
+    enum class What : uint8_t { put, remove, expire, repair, copy } what = What::put;
     std::string key;  // put, if somebody observed when it came
     std::vector<RequestId> requests;
     Kind kind = Kind::named;
@@ -166,6 +185,7 @@ class TM_API Home {
     std::optional<Version> only;     // remove, expire
     uint64_t ttl_ms = 0;             // put: from the flip on; 0: never
     int64_t expires_ns = INT64_MAX;  // repair
+    uint32_t replicas = 1;           // as it was put
     std::vector<Candidate> rest;     // repair: the versions below
   };
   enum class Phase : uint8_t { idle, marking, superseding, aborting };
@@ -209,6 +229,9 @@ class TM_API Home {
   void start_marking(const KeyHash& hash, Busy& busy);
   void start_superseding(const KeyHash& hash, Busy& busy);
   void flip(const KeyHash& hash, Busy& busy);
+  void start_copy(const KeyHash& hash, Busy& busy, Op op);
+  void join_copy(const KeyHash& hash, Busy& busy);
+  void look_for_short();
   void step_over(const KeyHash& hash, Busy& busy);  // all marks of the phase are answered
   void answer(const Op& op, const Status& failure, bool stored, Version version);
   void drop(const KeyHash& hash, const Op& op);  // its PREPARED parts
@@ -245,6 +268,7 @@ class TM_API Home {
   uint32_t expected_ = 0;
   std::vector<DonorState> donors_;
   Index entries_;
+  std::set<KeyHash> short_;                         // of replicas
   std::set<std::pair<int64_t, KeyHash>> expiries_;  // of entries that will expire
   std::unordered_map<KeyHash, Busy, HashOfHash> busy_;
   std::unordered_map<KeyHash, Candidates, HashOfHash> candidates_;  // while not complete

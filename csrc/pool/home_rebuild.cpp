@@ -53,6 +53,7 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
     c.kind = a.kind;
     c.state = a.state;
     c.parts = a.parts;
+    c.replicas = a.replicas;
     if (a.left_ms) c.expires_ns = now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000;
     candidates_[h].push_back(c);
   }
@@ -86,6 +87,7 @@ void Home::judge_all() {
   if (!complete()) return;
   auto all = std::exchange(candidates_, {});
   for (auto& [hash, candidates] : all) judge(hash, std::move(candidates));
+  if (!all.empty()) look_for_short();
   std::vector<KeyHash> waiting;
   for (const auto& [hash, busy] : busy_)
     if (busy.phase == Phase::idle) waiting.push_back(hash);
@@ -126,6 +128,7 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
     for (const Candidate& c : chosen->second) {
       add(c, NewSpot::State::committed);
       op.expires_ns = std::min(op.expires_ns, c.expires_ns);
+      op.replicas = std::max(op.replicas, c.replicas);
     }
     for (const Candidate& c : prepared)
       if (completes(c, op)) add(c, NewSpot::State::prepared);
@@ -161,7 +164,7 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
   const bool all_marked = std::all_of(op.spots.begin(), op.spots.end(),
                                       [](const NewSpot& s) { return s.state == NewSpot::State::committed; });
   if (all_marked && olds.empty()) {
-    IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}};
+    IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}, op.replicas};
     for (const NewSpot& spot : op.spots) entry.spots.push_back(spot);
     set_entry(hash, entry);
     for (const Candidate& c : chosen->second)
@@ -248,7 +251,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
       entries_.set(h, entry);
     } else {
       const int64_t expires_ns = a.left_ms ? now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000 : INT64_MAX;
-      set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}});
+      set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}, a.replicas});
       wake(h);
     }
   }

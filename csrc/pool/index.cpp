@@ -8,7 +8,7 @@ namespace torch_mooncake::pool {
 Index::Index() : shards_(kShards) {}
 
 IndexEntry Index::Ref::entry() const {
-  IndexEntry entry{version(), kind(), parts(), expires_ns(), {}};
+  IndexEntry entry{version(), kind(), parts(), expires_ns(), {}, replicas()};
   for (size_t i = 0; i < spots(); ++i) entry.spots.push_back(spot(i));
   return entry;
 }
@@ -49,8 +49,8 @@ void Index::set(const KeyHash& hash, const IndexEntry& entry) {
     ++shard.used;
     ++size_;
   }
-  const bool plain =
-      entry.parts == 1 && entry.expires_ns == INT64_MAX && entry.spots.size() == 1 && entry.spots[0].part == 0;
+  const bool plain = entry.parts == 1 && entry.expires_ns == INT64_MAX && entry.replicas == 1 &&
+                     entry.spots.size() == 1 && entry.spots[0].part == 0;
   if (plain) {
     if (slot.more) more_.erase(hash);
     slot.extent = entry.spots[0].extent.index;
@@ -58,7 +58,7 @@ void Index::set(const KeyHash& hash, const IndexEntry& entry) {
     slot.donor = entry.spots[0].donor;
     slot.on_disk = entry.spots[0].tier == Tier::ssd;
   } else {
-    more_[hash] = {entry.parts, entry.expires_ns, entry.spots};
+    more_[hash] = {entry.parts, entry.expires_ns, entry.spots, entry.replicas};
   }
   slot.used = 1;
   slot.hash = hash;

@@ -37,6 +37,7 @@ struct IndexEntry {
   uint32_t parts = 1;
   int64_t expires_ns = INT64_MAX;
   std::vector<Spot> spots;
+  uint32_t replicas = 1;  // as it was put
 };
 
 class TM_API Index {
@@ -54,6 +55,7 @@ class TM_API Index {
     uint32_t parts = 1;
     int64_t expires_ns = INT64_MAX;
     std::vector<Spot> spots;
+    uint32_t replicas = 1;
   };
 
  public:
@@ -65,6 +67,7 @@ class TM_API Index {
     Kind kind() const { return slot_->sealed ? Kind::sealed : Kind::named; }
     uint32_t parts() const { return more_ ? more_->parts : 1; }
     int64_t expires_ns() const { return more_ ? more_->expires_ns : INT64_MAX; }
+    uint32_t replicas() const { return more_ ? more_->replicas : 1; }
     size_t spots() const { return more_ ? more_->spots.size() : 1; }
     Spot spot(size_t i) const {
       if (more_) return more_->spots[i];

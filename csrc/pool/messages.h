@@ -38,6 +38,10 @@ enum Method : uint16_t {
   kRefresh,
   kEvents,
   kTiers,
+  kCopy = 240,
+  kExport,
+  kEvacuate,
+  kDrained,
 };
 
 inline constexpr size_t kEventLog = 1 << 16;
@@ -117,9 +121,10 @@ struct Announced {
   ExtentRef extent;
   std::optional<uint64_t> left_ms;  // until it expires, by the donor's clock; none: never
   Tier tier = Tier::dram;
+  uint32_t replicas = 1;  // as it was put
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms)(tier);
+    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms)(tier)(replicas);
     ar.require(parts >= 1 && parts <= kMaxParts && part < parts);
   }
 };
@@ -174,10 +179,12 @@ struct Mark {
   TxnId txn{};  // drop
   Version version;
   std::optional<uint32_t> crc32c;
-  uint64_t ttl_ms = 0;  // commit: it expires so long after the mark; 0: never
+  uint64_t ttl_ms = 0;    // commit: it expires so long after the mark; 0: never
+  uint32_t replicas = 1;  // commit: as it was put
+  bool copy = false;      // commit: of a replica that was made by the donor itself, which knows when it expires
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms);
+    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms)(replicas)(copy);
   }
 };
 constexpr auto last_value(Mark::What) { return Mark::What::drop; }
@@ -513,6 +520,73 @@ struct DescribeAnswer {
   }
 };
 
+// --- copies of what is on one donor to another ---
+
+// Home to the donor that is to have the copy; answered when all bytes are there, PREPARED.
+struct CopyCall {
+  static constexpr const char* kName = "copy";
+  uint64_t view = 0;
+  uint32_t shard = 0;
+  NodeInfo from;
+  ExtentRef extent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(shard)(from)(extent);
+  }
+};
+struct CopyAnswer {
+  static constexpr const char* kName = "copy answer";
+  TxnId txn{};
+  ExtentRef extent;
+  uint64_t nbytes = 0;
+  std::optional<uint32_t> crc32c;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(txn)(extent)(nbytes)(crc32c);
+  }
+};
+// Between donors: all there is to know of an extent, which is in memory then.
+struct ExportCall {
+  static constexpr const char* kName = "export";
+  ExtentRef extent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(extent);
+  }
+};
+struct Exported {
+  static constexpr const char* kName = "exported";
+  std::string key;
+  Kind kind = Kind::named;
+  uint32_t part = 0, parts = 1;
+  std::optional<uint64_t> left_ms;
+  Description description;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(key, kMaxKeyBytes)(kind)(part)(parts)(left_ms)(description);
+  }
+};
+// A leaving node to the leader: what only it has is copied elsewhere, as far as there is room and time.
+struct EvacuateCall {
+  static constexpr const char* kName = "evacuate";
+  NodeId node{};
+  uint32_t timeout_ms = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(node)(timeout_ms);
+  }
+};
+struct Evacuated {
+  static constexpr const char* kName = "evacuated";
+  uint64_t moved = 0, moved_bytes = 0;  // objects (of several writers: parts)
+  uint64_t left = 0;                    // that could not be
+  std::string why;                      // the last of them
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(moved)(moved_bytes)(left)(why, kMaxTextBytes);
+  }
+};
+
 // What has become of keys: a stream that any number of askers follow, each asking for what comes after the last event
 // it has. The home keeps the last kEventLog events, as long as somebody asks; who is further behind, or comes to
 // another home, is told to start anew.
@@ -577,11 +651,14 @@ struct NodeActivity {
   uint64_t waiting = 0;                                         // writers that wait for room
   uint64_t reservations = 0, refusals = 0;                      // as donor; refusals: the pool was full
   uint64_t lookups = 0, misses = 0, commits = 0, removals = 0;  // as home, in keys
+  uint64_t copies = 0, copied_bytes = 0;  // made here of what other nodes hold: replicas that were lost, or will be
+  uint64_t to_copy = 0;                   // as home: keys with fewer replicas than they were put with
   bool draining = false, ready = false;
   std::string unready;  // why it is not ready
   template <typename Ar>
   void fields(Ar& ar) {
     ar(starts)(clients)(waiting)(reservations)(refusals)(lookups)(misses)(commits)(removals)(draining)(ready);
+    ar(copies)(copied_bytes)(to_copy);
     ar(unready, kMaxTextBytes);
   }
 };

@@ -4,6 +4,11 @@
 #include "pool/view_record.h"
 
 namespace torch_mooncake::pool {
+namespace {
+
+constexpr int64_t kLastWordNs = 2'000'000'000;  // of a drain's time: to tell the others
+
+}  // namespace
 
 Result<std::unique_ptr<NodeService>> NodeService::create(NodeServiceOptions options) {
   auto service = std::make_unique<NodeServiceImpl>(std::move(options));
@@ -119,6 +124,10 @@ void NodeServiceImpl::register_methods() {
   method(kMark, &NodeServiceImpl::on_mark);
   method(kEvicted, &NodeServiceImpl::on_evicted);
   method(kTiers, &NodeServiceImpl::on_tiers);
+  method(kCopy, &NodeServiceImpl::on_copy);
+  method(kExport, &NodeServiceImpl::on_export);
+  method(kEvacuate, &NodeServiceImpl::on_evacuate);
+  method(kDrained, &NodeServiceImpl::on_drained);
 }
 
 Status NodeServiceImpl::usable() const {
@@ -265,6 +274,7 @@ void NodeServiceImpl::tick() {
       continue;
     }
     donor_->drop_txn(it->first);  // no effect on what was committed; else fenced until its writer lets go
+    copies_expire_.erase(it->first);
     it = reserved_until_.erase(it);
   }
   std::erase_if(reserved_batches_, [&](const ReservedBatch& batch) {
@@ -292,6 +302,7 @@ void NodeServiceImpl::tick() {
   home_->tick(now);
   tick_events(now);
   repeat_marks();
+  tick_copies(now);
   std::vector<RequestId> late;
   for (const auto& [id, lookup] : lookups_)
     if (lookup.deadline_ns <= now) late.push_back(id);
@@ -321,6 +332,7 @@ Status NodeServiceImpl::drain(Deadline deadline) {
     if (!strand_.run_and_wait([&] { open = donor_->prepared().size(); })) break;
     if (open && !sleep_ms(10)) break;
   }
+  evacuate(min(deadline, Deadline::at_ns(deadline.ns() - kLastWordNs)));
   left_ = true;  // until here it is a member: its writers' commits need it
   sleep_cv_.notify_all();
   rpc::SessionPtr leader;
@@ -363,7 +375,9 @@ void NodeServiceImpl::close() {
   }
   sleep_cv_.notify_all();
   if (engine_) engine_->close();
+  copies_cv_.notify_all();
   if (thread_.joinable()) thread_.join();
+  if (copier_.joinable()) copier_.join();
   if (donor_) donor_->set_wake(nullptr);
   strand_.close();
 }

@@ -181,6 +181,7 @@ void NodeServiceImpl::stand_down() {
   unheeded_.clear();
   unnoted_.clear();
   leaving_.clear();
+  end_copies(later);
 }
 
 void NodeServiceImpl::when_noted(std::function<void()> change) {

@@ -9,6 +9,7 @@
 //   service_tiers.cpp    what is asked for and lies on an SSD
 //   service_members.cpp  marks, and the leader's side of membership
 //   service_join.cpp     a member's side of membership (its own thread)
+//   service_copies.cpp   replicas that were lost are made again, a leaving node's objects are moved away
 //   service_election.cpp who leads, if that is not given: the thread of members, and taking and leaving the lead
 #pragma once
 
@@ -22,6 +23,7 @@
 #include <unordered_map>
 
 #include "pool/batch_messages.h"
+#include "pool/client_link.h"
 #include "pool/election.h"
 #include "pool/home.h"
 #include "pool/node_service.h"
@@ -82,6 +84,21 @@ class NodeServiceImpl final : public NodeService {
     int64_t heard_ns = 0;
     std::vector<Announced> incoming;
     bool announced = false;
+  };
+
+  struct Copying {
+    MissingCopy what;
+    std::optional<NodeId> leaving;  // for whose leave it is made
+    std::set<NodeId> tried;
+    NodeId at{};
+    Status last{Code::pool_full, "no other host is there"};
+  };
+  struct Evacuation {
+    Evacuated result;
+    std::vector<KeyHash> keys;  // not taken up yet
+    size_t open = 0;
+    int64_t deadline_ns = 0;
+    std::function<void(const Result<Evacuated>&)> done;
   };
 
   // Registers a method whose body is a T: decoded, then run on the strand. The body stays as long as the message, whose
@@ -185,6 +202,30 @@ class NodeServiceImpl final : public NodeService {
   Announced slim(Announcement a) const;
   std::vector<Announced> announcements() const;
 
+  // service_copies.cpp: the leader's
+  void tick_copies(int64_t now_ns);
+  void retry_copies();
+  void start_copies();
+  void take_up_copies();
+  void start_copy(std::shared_ptr<Copying> copy);
+  void copy_over(const std::shared_ptr<Copying>& copy, const Status& status, uint64_t nbytes);
+  const NodeInfo* place_for(const Copying& copy) const;
+  void end_copies(const Status& why);
+  void on_evacuate(const rpc::SessionPtr&, EvacuateCall, ResponderPtr);
+  void start_evacuation(const NodeId& node, int64_t deadline_ns, std::function<void(const Result<Evacuated>&)> done);
+  void evacuation_over(const NodeId& node);
+  // the donor's
+  using CopyDone = std::function<void(const Result<CopyAnswer>&)>;
+  void on_copy(const rpc::SessionPtr&, CopyCall, ResponderPtr);
+  void on_export(const rpc::SessionPtr&, ExportCall, ResponderPtr);
+  void on_drained(const rpc::SessionPtr&, Empty, ResponderPtr);
+  void copy_here(const CopyCall& call, CopyDone done);
+  void copier_thread();
+  Result<CopyAnswer> make_copy(const CopyCall& call);
+  Result<uint64_t> left_of_copy(const Mark& mark) const;
+  Result<LinkPtr> link_to(const NodeInfo& node, Deadline deadline);
+  void evacuate(Deadline deadline);  // not on the strand
+
   // service_election.cpp
   void election_thread();
   bool nap_ms(int64_t ms);  // or until there is something to note; false: closing or leaving
@@ -256,6 +297,23 @@ class NodeServiceImpl final : public NodeService {
   std::deque<KeyEvent> events_;           // those numbered last_event_ - size + 1 to last_event_
   uint64_t stream_ = 0, last_event_ = 0;  // stream 0: nobody listens
   int64_t asked_events_ns_ = 0;
+
+  std::deque<std::shared_ptr<Copying>> to_copy_;
+  size_t copying_ = 0;
+  bool copies_start_ = false;  // start_copies() is about to run
+  std::set<KeyHash> parked_;   // that no node has room for: tried again when one comes, or later
+  int64_t parked_until_ns_ = 0;
+  std::map<NodeId, Evacuation> evacuations_;
+
+  // Of copies that are made here: by a thread of their own, one after the other.
+  std::thread copier_;
+  std::mutex copies_mutex_;
+  std::condition_variable copies_cv_;
+  std::deque<std::pair<CopyCall, CopyDone>> copies_;
+  std::map<NodeId, LinkPtr> sources_;       // the copier's
+  std::map<TxnId, int64_t> copies_expire_;  // of those that are PREPARED, by our clock; the strand's
+  std::optional<Evacuated> evacuated_;
+  std::vector<ResponderPtr> ask_evacuated_;
 
   // A member's.
   View view_;           // the leader's too

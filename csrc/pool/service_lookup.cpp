@@ -192,6 +192,7 @@ void NodeServiceImpl::on_stat(const rpc::SessionPtr&, Empty, ResponderPtr respon
   answer.activity.clients = static_cast<uint64_t>(clients_told_);
   answer.activity.waiting = waiting_.size();
   answer.activity.draining = draining_;
+  answer.activity.to_copy = home_ ? home_->short_keys() + parked_.size() + to_copy_.size() + copying_ : 0;
   const Status ready = readiness();
   answer.activity.ready = ready.is_ok();
   answer.activity.unready = ready.message().substr(0, kMaxTextBytes);

@@ -20,8 +20,13 @@ constexpr size_t kReportItems = 8192;  // of one message: with the longest keys 
 void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Status&)> done) {
   auto commit = [&]() -> Status {
     TM_TRY(failpoint("node.commit"));
-    TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, mark.ttl_ms, steady_ns()));
+    uint64_t ttl_ms = mark.ttl_ms;
+    if (mark.copy) {
+      TM_ASSIGN(ttl_ms, left_of_copy(mark));
+    }
+    TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, ttl_ms, steady_ns(), mark.replicas));
     reserved_until_.erase(mark.txn);
+    copies_expire_.erase(mark.txn);
     return failpoint("node.committed");
   };
   switch (mark.what) {
@@ -39,6 +44,7 @@ void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Stat
     case Mark::What::drop:
       donor_->drop_txn(mark.txn);
       reserved_until_.erase(mark.txn);
+      copies_expire_.erase(mark.txn);
       retry_reservations();
       return done({});
   }
@@ -214,6 +220,7 @@ void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceReques
     expected_until_.erase(id);
     joined->second.announced = true;
     home_->announce(id, std::exchange(joined->second.incoming, {}));
+    retry_copies();  // it may have the room
     next_view(0);
     responder->ok(encode(make_view()));
   };

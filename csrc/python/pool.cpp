@@ -310,6 +310,9 @@ nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
     d["misses"] = n.misses;
     d["commits"] = n.commits;
     d["removals"] = n.removals;
+    d["copies"] = n.copies;
+    d["copied_bytes"] = n.copied_bytes;
+    d["to_copy"] = n.to_copy;
     d["draining"] = n.draining;
     d["ready"] = n.ready;
     d["unready"] = n.unready;
@@ -519,6 +522,20 @@ void bind_pool(nb::module_& m) {
           },
           nb::arg("prefix"), nb::arg("deadline_ns"))
       .def("stat", &stat, nb::arg("deadline_ns"), nb::arg("here") = false)
+      .def(
+          "drained",
+          [](PyClient& c, int64_t deadline_ns) {
+            auto drained = unwrap(without_gil([&] { return c->drained(deadline_at(deadline_ns)); }));
+            nb::dict d;
+            d["moved"] = drained.moved;
+            d["moved_bytes"] = drained.moved_bytes;
+            d["left"] = drained.left;
+            d["why"] = drained.why;
+            return d;
+          },
+          nb::arg("deadline_ns"),
+          "Wait until the node at our address, which drain() was told to leave, has moved its objects; what has become "
+          "of them.")
       .def(
           "drain",
           [](PyClient& c, int64_t deadline_ns) {

@@ -64,16 +64,18 @@ def test_pages_of_another_node_are_matched_pinned_and_evicted_from_the_end(pools
     assert load.get_pages(hashes, range(PAGES)) == n
 
 
-def test_what_leaves_with_its_node_is_told(pools: Any) -> None:
-    there, here, member = pools
+def test_what_is_lost_with_its_node_is_told(pools: Any, pool_env: PoolEnv) -> None:
+    there, here, _ = pools
     kv = there.kv("m", cache(1))
     hashes = [1, 2, 3]
     with here.subscribe("kv/") as subscription:
         kv.put_pages(hashes, [0, 1, 2])
         assert eventually(lambda: len(subscription.get()) and len(subscription.keys) == 3)
         assert here.kv("m", cache(0)).match_prefix(hashes, pin_s=5) == 3
-        cli("drain", "--address", member)
-        assert eventually(lambda: len(subscription.get()) and not subscription.keys)
+        for pid in pool_env.nodes():
+            if "--leader" in command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: len(subscription.get()) and not subscription.keys, 20)
         assert here.kv("m", cache(0)).match_prefix(hashes, pin_s=5) == 0
 
 
@@ -129,3 +131,13 @@ def test_a_draining_member_stays_one_until_its_writers_are_done(
         assert writer.communicate(timeout=30)[0] == b"stored\n"
         assert process.wait(20) == 0
         assert len(pool.stat()["nodes"]) == 1
+
+
+def test_what_a_leaving_member_has_is_moved_to_the_leader(pools: Any) -> None:
+    there, here, member = pools
+    kv = there.kv("m", cache(1))
+    kv.put_pages([1, 2, 3], [0, 1, 2])
+    assert "3 objects" in cli("drain", "--address", member)
+    target = cache(0)
+    assert here.kv("m", target).get_pages([1, 2, 3], [0, 1, 2]) == 3
+    assert all(torch.equal(layer[:3], torch.ones_like(layer[:3])) for layer in target.layers)

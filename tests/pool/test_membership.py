@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -335,6 +336,113 @@ def test_a_leader_that_leaves_hands_over_at_once(cluster: Cluster) -> None:
     assert time.monotonic() - started < 5  # its lease alone would take that
     assert np.array_equal(one.pool.get("k"), value(4))
     assert cluster_of(cluster, one, two)
+
+
+def has_copies(node: Node, keys: list[str], n: int) -> bool:
+    try:
+        return all(node.pool.info(key).replicas == n for key in keys)
+    except tm.Error:
+        return False
+
+
+def test_lost_replicas_are_made_again_and_single_copies_are_not(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    member, other = cluster.others(leader)
+    values = {f"two/{i}": value(i) for i in range(40)}
+    values["two/big"] = np.arange(1 << 20)
+    values["two/small"] = np.arange(3)
+    for key, array in values.items():
+        member.pool.put(key, array, replicas=2, checksum=True)
+    member.pool.put("one", value(1))
+    member.send(signal.SIGKILL)
+    assert cluster_of(cluster, leader, other)
+    keys = list(values)
+    assert eventually(lambda: has_copies(leader, keys, 2), 30)
+    stat = leader.pool.stat()["nodes"]
+    assert sum(node["copies"] for node in stat) == len(keys)
+    assert sum(node["copied_bytes"] for node in stat) > 8 << 20
+    assert sum(node["to_copy"] for node in stat) == 0
+    # Each is whole on either of the two that are left.
+    other.send(signal.SIGKILL)
+    assert eventually(lambda: alone(leader), 40)
+    for key, array in values.items():
+        assert np.array_equal(leader.pool.get(key, timeout=20), array)
+    with pytest.raises(tm.KeyNotFound):
+        leader.pool.get("one")
+
+
+def alone(node: Node) -> bool:
+    try:
+        return len(node.pool.stat()["nodes"]) == 1
+    except tm.Error:
+        return False
+
+
+def test_replicas_that_went_with_the_leader_are_made_again(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    one, two = cluster.others(leader)
+    keys = [f"k/{i}" for i in range(20)]
+    for i, key in enumerate(keys):
+        leader.pool.put(key, value(i), replicas=2)
+    leader.send(signal.SIGKILL)
+    assert cluster_of(cluster, one, two)
+    assert eventually(lambda: has_copies(one, keys, 2), 30)
+    for i, key in enumerate(keys):
+        assert np.array_equal(two.pool.get(key), value(i))
+
+
+@pytest.mark.parametrize("who", ["member", "leader"])
+def test_a_node_that_leaves_moves_its_objects(cluster: Cluster, who: str) -> None:
+    leader = cluster.leader()
+    leaving = leader if who == "leader" else cluster.others(leader)[0]
+    values = {f"k/{i}": value(i) for i in range(40)}
+    values["big"] = np.arange(1 << 20)
+    for key, array in values.items():
+        leaving.pool.put(key, array)
+    leaving.pool.put("sealed", value(5), sealed=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_mooncake", "drain", "--address", leaving.address, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["moved"], answer["left"]) == (42, 0), answer
+    assert leaving.process
+    assert leaving.process.wait(15) == 0
+    one, two = cluster.others(leaving)
+    assert cluster_of(cluster, one, two)
+    for node in (one, two):
+        for key, array in values.items():
+            assert np.array_equal(node.pool.get(key), array)
+        assert np.array_equal(node.pool.get("sealed"), value(5))
+
+
+def test_what_finds_no_room_is_told(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    leaving, other = cluster.others(leader)
+    for node in (leader, other):  # 50 of 64 MiB each
+        node.pool.put(f"full/{node.name}", np.ones(50 << 20, np.uint8))
+    for i in range(5):
+        leaving.pool.put(f"k/{i}", np.full(10 << 20, i, np.uint8))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_mooncake", "drain", "--address", leaving.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 objects" in done.stdout
+    assert "3 could not be moved" in done.stdout
+    there = [i for i in range(5) if other.pool.exists(f"k/{i}")]
+    assert len(there) == 2
+    for i in there:
+        assert np.array_equal(other.pool.get(f"k/{i}"), np.full(10 << 20, i, np.uint8))
+    for node in (leader, other):  # nothing was evicted for it
+        assert node.pool.exists(f"full/{node.name}")
 
 
 def test_programs_of_several_hosts_make_one_pool(

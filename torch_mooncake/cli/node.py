@@ -114,9 +114,11 @@ def _drain(args: argparse.Namespace) -> None:
     with connect(args, monitor=True) as pool:
         node = _stat_here(pool, until)
         pool._client(until).drain(until)
+        moved: dict[str, Any] = {}
         told = f"{human(node['used_bytes'])} are in use there"
         while True:
             try:
+                moved = moved or _moved(pool, until)
                 now = _stat_here(pool, min(until, deadline_ns(2)))
             except (PeerLost, IoError, PoolUnavailable, DeadlineExceeded) as error:
                 if nobody_listens(pool.config.address):
@@ -131,9 +133,23 @@ def _drain(args: argparse.Namespace) -> None:
             if sys.stderr.isatty():
                 print(f"\rleaving: {told}\x1b[K", end="", file=sys.stderr)
             time.sleep(0.05)
-    emit(args, {"node": node["id"], "address": node["address"]}, f"{node['address']} has left the pool")
+    text = f"{node['address']} has left the pool"
+    if moved.get("moved"):
+        text += f"; {moved['moved']} objects ({human(moved['moved_bytes'])}) were moved to other nodes"
+    if moved.get("left"):
+        text += f"; {moved['left']} could not be moved: {moved['why']}"
+    emit(args, {"node": node["id"], "address": node["address"], **moved}, text)
 
 
 def _stat_here(pool: Pool, deadline: int) -> dict[str, Any]:
     found: dict[str, Any] = pool._client(deadline).stat(deadline, here=True)["nodes"][0]
     return found
+
+
+def _moved(pool: Pool, deadline: int) -> dict[str, Any]:
+    """What has become of the objects of the node that leaves; empty: it is at it."""
+    try:
+        moved: dict[str, Any] = pool._client(deadline).drained(min(deadline, deadline_ns(0.2)))
+    except DeadlineExceeded:
+        return {}
+    return moved

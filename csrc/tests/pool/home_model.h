@@ -63,8 +63,9 @@ struct ModelDonor {
       if (e->a.state != ExtentState::prepared)
         return e->a.version == mark.version ? Status{} : Status{Code::invalid_argument, "committed"};
       e->a.version = mark.version;
+      e->a.replicas = mark.replicas;
       e->a.state = ExtentState::committed;
-      if (mark.ttl_ms) e->expires_ms = now_ms + int64_t(mark.ttl_ms);
+      if (!mark.copy && mark.ttl_ms) e->expires_ms = now_ms + int64_t(mark.ttl_ms);
     } else if (mark.what == Mark::What::finalize) {
       if (e->a.state == ExtentState::committed) e->a.state = ExtentState::final;
     } else {

@@ -336,6 +336,39 @@ struct World {
     std::shuffle(order.begin(), order.end(), rng);
     pending_announce = order;
   }
+  // One more replica: its bytes are read now; some steps later the home is told of it, or another home, or none.
+  struct Making {
+    MissingCopy what;
+    std::string key;
+    uint32_t parts;
+    uint64_t value;
+    int64_t expires_ms;
+    int to;
+  };
+  std::vector<Making> making;
+  uint64_t copies = 0;
+  void copy() {
+    if (!making.empty() && roll(2) == 0) {
+      const Making m = making.back();
+      making.pop_back();
+      Donor& d = donors[m.to];
+      if (!d.up || d.fenced) return;
+      const TxnId txn = txn_of(1'000'000 + next_txn++);
+      const ExtentRef extent = d.reserve(m.key, Kind::named, txn, m.what.part, m.parts, m.value);
+      d.at(extent)->expires_ms = m.expires_ms;
+      home.add_copy(next_request++, m.what, {node(uint8_t(m.to)), extent}, txn, {});
+      ++copies;
+      return;
+    }
+    const std::string key = name(int(roll(kKeys)));
+    const Found f = home.find(key);
+    if (f.state != Found::State::found) return;
+    const NodeId leaving = f.places[0].second.node;
+    const auto missing = home.missing(home.hash(key), &leaving);
+    auto* e = missing.empty() ? nullptr : donors[leaving[0]].at(missing[0].from[0].extent);
+    if (e)
+      making.push_back({missing[0], key, f.parts, e->value, e->expires_ms, (leaving[0] + 1 + int(roll(2))) % kDonors});
+  }
   std::vector<int> pending_announce;
   bool torn = false;  // parts of two values were read together
 
@@ -346,6 +379,10 @@ struct World {
   }
   void step() {
     pass();
+    if (roll(12) == 0) {
+      copy();
+      act();
+    }
     const auto what = roll(100);
     if (what < 45) {
       go_on(clients[roll(kClients)]);

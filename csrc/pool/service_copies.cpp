@@ -1,0 +1,390 @@
+// Copies from donor to donor: replicas that were lost with a node are made again in the background, and what only a
+// leaving node has is moved away before it goes.
+//
+// The leader says what is to be copied where, few at a time (kAtOnce); the donor that is to have the copy fetches it,
+// one after the other, and only into room that nobody uses: nothing is evicted for a copy. What is fetched is validated
+// like any read; then the home makes it one of the object's replicas, if the object is still that version.
+#include <algorithm>
+
+#include "common/crc32c.h"
+#include "common/log.h"
+#include "common/random.h"
+#include "pool/service_impl.h"
+
+namespace torch_mooncake::pool {
+namespace {
+
+constexpr size_t kAtOnce = 4;
+constexpr size_t kLookedAt = 64;             // keys that are taken up at once
+constexpr int64_t kCopyMs = 60'000;          // of one object
+constexpr int64_t kParkNs = 10'000'000'000;  // until a copy that found no room is tried again
+constexpr size_t kSources = 16;
+
+}  // namespace
+
+// --- the leader ---
+
+void NodeServiceImpl::tick_copies(int64_t now_ns) {
+  std::vector<NodeId> late;
+  for (const auto& [node, evacuation] : evacuations_)
+    if (evacuation.deadline_ns <= now_ns || (node != self_.id && !members_.count(node))) late.push_back(node);
+  for (const NodeId& node : late) evacuation_over(node);
+  if (!parked_.empty() && now_ns >= parked_until_ns_) retry_copies();
+  start_copies();
+}
+
+void NodeServiceImpl::retry_copies() {
+  for (const KeyHash& hash : std::exchange(parked_, {})) home_->short_again(hash);
+}
+
+// Who leaves comes first.
+void NodeServiceImpl::take_up_copies() {
+  std::vector<NodeId> over;
+  for (auto& [node, evacuation] : evacuations_) {
+    for (size_t n = 0; n < kLookedAt && !evacuation.keys.empty(); ++n) {
+      for (MissingCopy& what : home_->missing(evacuation.keys.back(), &node)) {
+        ++evacuation.open;
+        to_copy_.push_back(std::make_shared<Copying>(Copying{std::move(what), node, {}}));
+      }
+      evacuation.keys.pop_back();
+    }
+    if (evacuation.keys.empty() && evacuation.open == 0) over.push_back(node);
+  }
+  for (const NodeId& node : over) evacuation_over(node);
+  if (!to_copy_.empty()) return;
+  for (const KeyHash& hash : home_->take_short(kLookedAt))
+    for (MissingCopy& what : home_->missing(hash))
+      to_copy_.push_back(std::make_shared<Copying>(Copying{std::move(what), {}, {}}));
+}
+
+void NodeServiceImpl::start_copies() {
+  for (size_t n = 0; n < kLookedAt && leader_ && copying_ < kAtOnce; ++n) {
+    if (to_copy_.empty()) take_up_copies();
+    if (to_copy_.empty()) return;
+    auto copy = std::move(to_copy_.front());
+    to_copy_.pop_front();
+    ++copying_;
+    start_copy(std::move(copy));
+  }
+}
+
+// On another host than the copies there are, and that stays: where most room is.
+const NodeInfo* NodeServiceImpl::place_for(const Copying& copy) const {
+  std::vector<const NodeInfo*> nodes{&self_};
+  for (const auto& [id, member] : members_)
+    if (member.announced) nodes.push_back(&member.info);
+  std::set<std::string> hosts;
+  for (const NodeInfo* node : nodes)
+    for (const ReplicaRef& there : copy.what.from)
+      if (there.node == node->id && copy.leaving != node->id) hosts.insert(node->host_id);
+  const auto free_bytes = [&](const NodeInfo* node) {
+    const uint64_t used = node == &self_ ? donor_->stats().used_bytes : node->used_bytes;
+    return node->limit_bytes - std::min(node->limit_bytes, used);
+  };
+  const NodeInfo* best = nullptr;
+  for (const NodeInfo* node : nodes) {
+    if (hosts.count(node->host_id) || copy.tried.count(node->id) || leaving_.count(node->id) ||
+        evacuations_.count(node->id) || (node == &self_ && draining_))
+      continue;
+    if (!best || free_bytes(node) > free_bytes(best)) best = node;
+  }
+  return best;
+}
+
+void NodeServiceImpl::start_copy(std::shared_ptr<Copying> copy) {
+  const NodeInfo* to = place_for(*copy);
+  CopyCall call;
+  call.view = home_->view();
+  call.shard = shard_of(copy->what.hash);
+  const NodeInfo* from = nullptr;
+  for (const ReplicaRef& there : copy->what.from) {
+    const auto member = members_.find(there.node);
+    if (there.node == self_.id) from = &self_;
+    if (member != members_.end()) from = &member->second.info;
+    if (!from) continue;
+    call.from = *from;
+    call.extent = there.extent;
+    break;
+  }
+  if (!to || !from) return copy_over(copy, copy->last, 0);
+  copy->at = to->id;
+  copy->tried.insert(to->id);
+  CopyDone done = [this, copy, reign = reign_](const Result<CopyAnswer>& made) {
+    still_leads();
+    if (!home_ || reign != reign_) return;
+    home_->at(steady_ns());
+    if (!made.is_ok()) {
+      copy->last = made.status();
+      if (copy->last.code() == Code::key_not_found) return copy_over(copy, copy->last, 0);  // it has changed, or gone
+      return start_copy(copy);                                                              // elsewhere
+    }
+    const RequestId request = next_request_++;
+    commits_[request] = [this, copy, nbytes = made->nbytes](const Result<CommitAnswer>& joined) {
+      copy_over(copy, joined.status(), nbytes);
+    };
+    home_->add_copy(request, copy->what, {copy->at, made->extent, Tier::dram}, made->txn, made->crc32c);
+    pump();
+  };
+  if (to == &self_) return copy_here(call, std::move(done));
+  members_.at(to->id).session->call(kCopy, encode(call), Deadline::after_ms(2 * kCopyMs),
+                                    [this, done = std::move(done)](Result<rpc::Message> answer) {
+                                      if (closing_) return;
+                                      auto made = answer.is_ok() ? decode<CopyAnswer>(answer->body)
+                                                                 : Result<CopyAnswer>(answer.status());
+                                      strand_.run([done, made = std::move(made)] { done(made); });
+                                    });
+}
+
+void NodeServiceImpl::copy_over(const std::shared_ptr<Copying>& copy, const Status& status, uint64_t nbytes) {
+  --copying_;
+  const bool needless = status.code() == Code::key_not_found || status.code() == Code::key_exists;
+  if (copy->leaving) {
+    if (const auto it = evacuations_.find(*copy->leaving); it != evacuations_.end()) {
+      Evacuated& result = it->second.result;
+      if (status.is_ok()) {
+        ++result.moved;
+        result.moved_bytes += nbytes;
+      } else if (!needless) {
+        ++result.left;
+        result.why = status.message().substr(0, kMaxTextBytes);
+      }
+      --it->second.open;
+      if (it->second.keys.empty() && it->second.open == 0) evacuation_over(*copy->leaving);
+    }
+  } else if (status.is_ok()) {
+    home_->short_again(copy->what.hash);  // it may lack more than one
+  } else if (!needless) {
+    if (parked_.empty()) parked_until_ns_ = steady_ns() + kParkNs;
+    parked_.insert(copy->what.hash);
+  }
+  // Not from here: what finds no room may be a long list.
+  if (std::exchange(copies_start_, true)) return;
+  strand_.run([this] {
+    copies_start_ = false;
+    if (!home_) return;
+    start_copies();
+    pump();
+  });
+}
+
+void NodeServiceImpl::end_copies(const Status& why) {
+  copying_ = 0;
+  to_copy_.clear();
+  parked_.clear();
+  for (auto& [node, evacuation] : std::exchange(evacuations_, {})) evacuation.done(why);
+}
+
+void NodeServiceImpl::on_evacuate(const rpc::SessionPtr& session, EvacuateCall call, ResponderPtr responder) {
+  const auto it = leader_ ? members_.find(call.node) : members_.end();
+  if (it == members_.end() || it->second.session != session)
+    return responder->fail({Code::key_not_found, "this node has not joined"});
+  start_evacuation(call.node, steady_ns() + int64_t{call.timeout_ms} * 1'000'000,
+                   [responder](const Result<Evacuated>& result) {
+                     result.is_ok() ? responder->ok(encode(*result)) : responder->fail(result.status());
+                   });
+}
+
+void NodeServiceImpl::start_evacuation(const NodeId& node, int64_t deadline_ns,
+                                       std::function<void(const Result<Evacuated>&)> done) {
+  if (!home_->complete()) return done(Status(Code::pool_unavailable, "the directory is being rebuilt"));
+  Evacuation& evacuation = evacuations_[node];
+  evacuation = {{}, home_->only_on(node), 0, deadline_ns, std::move(done)};
+  if (evacuation.keys.empty()) return evacuation_over(node);
+  start_copies();
+}
+
+void NodeServiceImpl::evacuation_over(const NodeId& node) {
+  auto evacuation = std::move(evacuations_.extract(node).mapped());
+  std::erase_if(to_copy_, [&](const auto& copy) { return copy->leaving == node; });
+  if (evacuation.open + evacuation.keys.size() > 0) {
+    evacuation.result.left += evacuation.open + evacuation.keys.size();
+    evacuation.result.why = "there was no more time";
+  }
+  evacuation.done(evacuation.result);
+}
+
+// --- the donor ---
+
+void NodeServiceImpl::on_copy(const rpc::SessionPtr&, CopyCall call, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok()) return responder->fail(s);
+  if (const uint64_t seen = std::max(view_.number, fence_); call.view >> kTermBits < seen >> kTermBits)
+    return responder->fail({Code::pool_unavailable, "this donor follows a later leader"});
+  copy_here(call, [responder](const Result<CopyAnswer>& made) {
+    made.is_ok() ? responder->ok(encode(*made)) : responder->fail(made.status());
+  });
+}
+
+void NodeServiceImpl::copy_here(const CopyCall& call, CopyDone done) {
+  std::lock_guard lock(copies_mutex_);
+  copies_.emplace_back(call, std::move(done));
+  if (!copier_.joinable()) copier_ = std::thread([this] { copier_thread(); });
+  copies_cv_.notify_all();
+}
+
+void NodeServiceImpl::copier_thread() {
+  for (;;) {
+    std::unique_lock lock(copies_mutex_);
+    while (copies_.empty() && !closing_) copies_cv_.wait_for(lock, std::chrono::seconds(1));
+    if (closing_) break;
+    auto [call, done] = std::move(copies_.front());
+    copies_.pop_front();
+    lock.unlock();
+    auto made = make_copy(call);
+    strand_.run([this, done = std::move(done), made = std::move(made)] {
+      done_.copies += made.is_ok();
+      done_.copied_bytes += made.is_ok() ? made->nbytes : 0;
+      done(made);
+    });
+  }
+  sources_.clear();
+}
+
+Result<LinkPtr> NodeServiceImpl::link_to(const NodeInfo& node, Deadline deadline) {
+  if (const auto it = sources_.find(node.id); it != sources_.end() && it->second->alive()) return it->second;
+  if (sources_.size() >= kSources) sources_.clear();
+  Status last(Code::peer_lost, "a node of the pool listens on no address that can be reached from here");
+  for (const std::string& address : node.addresses) {
+    if (address.starts_with("unix://")) continue;  // perhaps somebody else's, on its host
+    auto opened = Link::open({engine_, "copies", self_.host_id}, address, deadline);
+    if (opened.is_ok() && (*opened)->node() != node.id) opened = Status(Code::peer_lost, "another node answers there");
+    if (opened.is_ok()) return sources_[node.id] = std::move(opened).value();
+    last = opened.status().with(address);
+  }
+  return last;
+}
+
+Result<CopyAnswer> NodeServiceImpl::make_copy(const CopyCall& call) {
+  const Deadline deadline = Deadline::after_ms(kCopyMs);
+  const int64_t asked_ns = steady_ns();
+  TM_ASSIGN(const LinkPtr from, link_to(call.from, min(deadline, Deadline::after_ms(kLeaseMs))));
+  TM_ASSIGN(const Exported source, from->call<Exported>(kExport, ExportCall{call.extent}, deadline));
+  const Description& d = source.description;
+  ReserveRequest request;
+  request.txn = random_id();
+  request.key = source.key;
+  request.kind = source.kind;
+  request.nbytes = d.nbytes;
+  request.part = source.part;
+  request.parts = source.parts;
+  request.meta = d.meta;
+  request.label = d.label;
+  Result<Reservation> place = Status(Code::closed, "closing");
+  strand_.run_and_wait([&] {
+    const DonorStats stats = donor_->stats();
+    const uint64_t taken = stats.used_bytes + stats.prepared_bytes + stats.limbo_bytes;
+    if (taken + d.nbytes > stats.limit_bytes) {
+      place = Status(Code::pool_full, "no node has room for a copy of " + std::to_string(d.nbytes) + " bytes");
+      return;
+    }
+    place = reserve(request);
+    if (!place.is_ok()) return;
+    reserved_until_[request.txn] = deadline.ns() + kCopyMs * 1'000'000;
+    // Their clock may be slower than ours, by as much as a member's may be slower than a home's.
+    const uint64_t left_ms = source.left_ms.value_or(0) - source.left_ms.value_or(0) / 10;
+    copies_expire_[request.txn] = source.left_ms ? asked_ns + static_cast<int64_t>(left_ms) * 1'000'000 : INT64_MAX;
+  });
+  TM_TRY(place.status());
+  std::vector<ReadRange> ranges;
+  std::vector<iovec> memory;
+  for (uint64_t at = 0; const Piece& piece : place->pieces) {
+    std::byte* to = data_maps_[piece.segment]->data + piece.offset;
+    ranges.push_back({at, to, piece.nbytes});
+    memory.push_back({to, piece.nbytes});
+    at += piece.nbytes;
+  }
+  Status s = from->read(d.copy.value_or(call.extent), d.pieces, ranges, memory, deadline);
+  uint32_t crc = 0;
+  for (const iovec& v : memory) crc = s.is_ok() && d.crc32c ? crc32c(v.iov_base, v.iov_len, crc) : 0;
+  if (s.is_ok() && d.crc32c && crc != *d.crc32c)
+    s = Status(Code::corrupt, "a replica's bytes do not match its checksum");
+  if (s.is_ok()) return CopyAnswer{request.txn, place->extent, d.nbytes, d.crc32c};
+  strand_.run_and_wait([&] {
+    donor_->drop_txn(request.txn);
+    reserved_until_.erase(request.txn);
+    copies_expire_.erase(request.txn);
+  });
+  return s;
+}
+
+// Of a copy that is to be committed; 0: it never expires. A worker that has restarted since knows no more, and refuses.
+Result<uint64_t> NodeServiceImpl::left_of_copy(const Mark& mark) const {
+  if (const auto it = copies_expire_.find(mark.txn); it != copies_expire_.end()) {
+    if (it->second == INT64_MAX) return uint64_t{0};
+    return static_cast<uint64_t>(std::max<int64_t>(1, (it->second - steady_ns()) / 1'000'000));
+  }
+  auto known = donor_->describe(mark.extent);
+  if (known.is_ok() && known->state != ExtentState::prepared && known->version == mark.version) return known->ttl_ms;
+  return Status(Code::key_not_found, "this donor has made no such copy");
+}
+
+void NodeServiceImpl::on_export(const rpc::SessionPtr&, ExportCall call, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok() && !draining_) return responder->fail(s);
+  promote_then({call.extent}, [this, call, responder](const Status& promoted) {
+    if (!promoted.is_ok()) return responder->fail(promoted);
+    auto a = donor_->describe(call.extent);
+    if (!a.is_ok()) return responder->fail({Code::key_not_found, a.status().message()});
+    Exported out{a->key, a->kind, a->part, a->parts, slim(*a).left_ms, {}};
+    out.description.nbytes = a->nbytes;
+    out.description.meta = std::move(a->meta);
+    out.description.label = std::move(a->label);
+    if (a->has_crc) out.description.crc32c = a->crc32c;
+    out.description.pieces = std::move(a->pieces);
+    out.description.copy = a->copy;
+    responder->ok(encode(out));
+  });
+}
+
+// --- a node that leaves ---
+
+void NodeServiceImpl::evacuate(Deadline deadline) {
+  const auto timeout_ms =
+      static_cast<uint32_t>(std::clamp<int64_t>(deadline.remaining_ns() / 1'000'000, 0, 86'400'000));
+  Result<Evacuated> result = Evacuated{};
+  rpc::SessionPtr leader;
+  struct Over {
+    std::mutex mutex;
+    std::condition_variable cv;
+    std::optional<Result<Evacuated>> result;
+  };
+  auto over = std::make_shared<Over>();
+  bool leads = false;
+  strand_.run_and_wait([&] {
+    leader = leader_session_;
+    leads = leader_ && election_ && donor_->stats().extents > 0;
+    if (!leads) return;
+    start_evacuation(self_.id, deadline.ns(), [over](const Result<Evacuated>& r) {
+      std::lock_guard lock(over->mutex);
+      over->result = r;
+      over->cv.notify_all();
+    });
+    pump();
+  });
+  if (leads) {
+    std::unique_lock lock(over->mutex);
+    while (!over->result && !closing_) over->cv.wait_for(lock, std::chrono::milliseconds(100));
+    if (!over->result) return;
+    result = *over->result;
+  } else if (leader) {
+    auto reply = leader->call_sync(kEvacuate, encode(EvacuateCall{self_.id, timeout_ms}),
+                                   Deadline::at_ns(deadline.ns() + kBeatMs * 2'000'000));
+    result = reply.is_ok() ? decode<Evacuated>(reply->body) : Result<Evacuated>(reply.status());
+  }
+  Evacuated told = result.is_ok() ? *result : Evacuated{};
+  strand_.run_and_wait([&] {
+    if (!result.is_ok()) {
+      told.left = donor_->stats().extents;
+      told.why = result.status().message().substr(0, kMaxTextBytes);
+    }
+    evacuated_ = told;
+    for (const ResponderPtr& responder : std::exchange(ask_evacuated_, {})) responder->ok(encode(told));
+  });
+  if (told.left > 0)
+    log::warning("pool", std::to_string(told.left) + " object(s) could not be moved to other nodes: " + told.why);
+}
+
+void NodeServiceImpl::on_drained(const rpc::SessionPtr&, Empty, ResponderPtr responder) {
+  if (evacuated_) return responder->ok(encode(*evacuated_));
+  ask_evacuated_.push_back(std::move(responder));
+}
+
+}  // namespace torch_mooncake::pool

@@ -19,8 +19,8 @@ HeldSegment copy_of(const HeldSegment& held) {
 
 // --- node ---
 
-Node::Node(Host* host, uint64_t memory_bytes, std::string leader)
-    : host_(host), memory_bytes_(memory_bytes), leader_(std::move(leader)) {}
+Node::Node(Host* host, uint64_t memory_bytes, std::string leader, Etcd* etcd)
+    : host_(host), memory_bytes_(memory_bytes), leader_(std::move(leader)), etcd_(etcd) {}
 
 void Node::hold(const HeldSegment& segment) { held_.insert_or_assign({segment.role, segment.tag}, copy_of(segment)); }
 
@@ -61,6 +61,7 @@ void Node::serve() {
   });
   NodeServiceOptions options;
   options.node.leader = leader_;
+  if (etcd_) options.election = etcd_->client(host_);
   options.node.host_id = host_->id;
   options.donor = std::move(donor).value();
   options.engine = engine_;
@@ -98,9 +99,9 @@ Cluster::Cluster(const Shape& shape) : shape_(shape) {
   for (int i = 0; i < shape.hosts; ++i) {
     auto* host = new Host("host" + std::to_string(i), world->between(0, 1000) * kSecond,
                           0.955 + 0.09 * static_cast<double>(world->roll(1000)) / 1000);
-    nodes_.push_back(std::make_unique<Node>(host, shape.memory_bytes, leader));
+    nodes_.push_back(std::make_unique<Node>(host, shape.memory_bytes, leader, shape.election ? &etcd_ : nullptr));
     nodes_.back()->start(world->now());
-    if (i == 0) leader = nodes_[0]->tcp_address();
+    if (i == 0 && !shape.election) leader = nodes_[0]->tcp_address();
   }
   world->at_failpoint = [this](std::string_view name) { passed(name); };
 }
@@ -178,6 +179,17 @@ void Cluster::crash_host(int i) {
 void Cluster::fault() {
   const int i = static_cast<int>(world->roll(nodes_.size()));
   Node& node = *nodes_[static_cast<size_t>(i)];
+  if (shape_.election && world->chance(0.15)) {
+    rebuilt_ = true;
+    const int64_t until = world->now() + world->between(200, world->chance(0.3) ? 9000 : 2000) * kMs;
+    const bool all = world->chance(0.5);
+    world->trace("etcd is away", 0,
+                 [&] { return (all ? "for all" : node.host()->id) + " until " + std::to_string(until / kMs); });
+    if (!all) return etcd_.cut(node.host(), until);
+    etcd_.down(until);
+    if (world->chance(0.5)) world->at(until, [this] { etcd_.restart(); });
+    return;
+  }
   switch (world->roll(8)) {
     case 0:
       if (!shape_.crashes) return;
@@ -240,7 +252,7 @@ void Cluster::fault() {
       world->trace("jump", static_cast<uint64_t>(i));
       return node.host()->jump(world->now(), world->between(1, 8000) * kMs);
     default:
-      if (!shape_.drains || i == 0 || !world->chance(0.5)) return;
+      if (!shape_.drains || (i == 0 && !shape_.election) || !world->chance(0.5)) return;
       rebuilt_ = true;
       lossy();
       return node.stop_gently(world->between(10, 3000) * kMs);

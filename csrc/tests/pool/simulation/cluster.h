@@ -8,14 +8,15 @@
 #include <vector>
 
 #include "pool/node_service.h"
+#include "pool/simulation/election.h"
 #include "pool/simulation/engine.h"
 
 namespace torch_mooncake::pool::sim {
 
-// One host's node. The leader's is host 0's.
+// One host's node. The leader's is host 0's, or elected in `etcd`.
 class Node {
  public:
-  Node(Host* host, uint64_t memory_bytes, std::string leader);
+  Node(Host* host, uint64_t memory_bytes, std::string leader, Etcd* etcd);
   std::string unix_address() const { return "unix://" + host_->id + "/node.sock"; }
   std::string tcp_address() const { return "tcp://" + host_->id + ":7400"; }
   void start(int64_t when);  // a worker, with what the keeper holds
@@ -39,6 +40,7 @@ class Node {
   Host* const host_;
   const uint64_t memory_bytes_;
   const std::string leader_;
+  Etcd* const etcd_;
   std::map<std::pair<SegmentRole, uint64_t>, HeldSegment> held_;
   Process* worker_ = nullptr;
   std::shared_ptr<SimEngine> engine_;
@@ -53,6 +55,7 @@ struct Shape {  // of a run, drawn from its seed
   double crash_at_failpoint = 0, yield_at_failpoint = 0.1;
   bool crashes = false, host_crashes = false, client_crashes = false, pauses = false, partitions = false,
        breaks = false, jumps = false, drains = false;
+  bool election = false;
 };
 
 class Cluster {
@@ -83,6 +86,7 @@ class Cluster {
   void kill_client(Process* process);
 
   const Shape shape_;
+  Etcd etcd_;
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<std::pair<Process*, int>> clients_;
   int64_t lossy_since_ = INT64_MAX;

@@ -32,6 +32,8 @@ Shape draw_shape() {
   s.breaks = world->chance(0.5);
   s.jumps = world->chance(0.15);
   s.drains = world->chance(0.1);
+  s.election = s.hosts > 1 && world->chance(0.4);
+  if (s.election) s.jumps = false;  // any of them may lead
   network->slow = world->chance(0.3) ? 0.05 : 0.005;
   return s;
 }
@@ -72,6 +74,7 @@ void compare_directory(Cluster& cluster, const std::vector<std::string>& keys, c
 }
 
 void read_everything(Cluster& cluster, History& history, const Workload& work) {
+  int homes = 0;
   for (int i = 0; i < cluster.hosts(); ++i) {
     auto* engine = new std::shared_ptr<SimEngine>;
     Process* process = world->process("reader" + std::to_string(i), cluster.node(i).host());
@@ -103,18 +106,23 @@ void read_everything(Cluster& cluster, History& history, const Workload& work) {
           break;
         }
       }
-      if (i == 0) {
+      auto node = (*engine)->rpc().connect(cluster.node(i).unix_address(), Deadline::after_ms(5000));
+      if (!node.is_ok()) return world->violation("a last connect: " + node.status().to_string());
+      auto stat = (*node)->call_sync(kStat, encode(Empty{}), Deadline::after_ms(5000));
+      auto told = stat.is_ok() ? decode<StatAnswer>(stat->body) : Result<StatAnswer>(stat.status());
+      if (!told.is_ok()) return world->violation("a last question: " + told.status().to_string());
+      if (told->is_home) {
+        ++homes;
         std::vector<std::string> all = work.keys();
         all.insert(all.end(), work.sealed().begin(), work.sealed().end());
-        auto home = (*engine)->rpc().connect(cluster.node(0).unix_address(), Deadline::after_ms(5000));
-        if (!home.is_ok()) return world->violation("a last connect: " + home.status().to_string());
-        compare_directory(cluster, all, *home);
+        compare_directory(cluster, all, *node);
       }
       (*client)->close();
       over = true;
     });
     while (!over) world->sleep_until(world->now() + 50 * kMs);
   }
+  if (homes != 1) world->violation(std::to_string(homes) + " nodes lead");
 }
 
 void check_rest(Cluster& cluster) {

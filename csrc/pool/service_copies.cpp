@@ -371,14 +371,13 @@ void NodeServiceImpl::evacuate(Deadline deadline) {
   }
   Evacuated told = result.is_ok() ? *result : Evacuated{};
   strand_.run_and_wait([&] {
-    if (!result.is_ok()) {
-      told.left = donor_->stats().extents;
-      told.why = result.status().message().substr(0, kMaxTextBytes);
-    }
+    if (!result.is_ok()) told = {0, 0, donor_->stats().extents, result.status().message().substr(0, kMaxTextBytes)};
+    if (!leads && !leader)
+      told = {0, 0, donor_->stats().extents, leader_ ? "the pool ends with its leader" : "there is no leader"};
     evacuated_ = told;
     for (const ResponderPtr& responder : std::exchange(ask_evacuated_, {})) responder->ok(encode(told));
   });
-  if (told.left > 0)
+  if (told.left > 0 && (leader || election_))
     log::warning("pool", std::to_string(told.left) + " object(s) could not be moved to other nodes: " + told.why);
 }
 

@@ -279,7 +279,7 @@ Result<rpc::Message> SimSession::call_sync(uint16_t method, std::string body, De
         waiter->result.emplace(std::move(r));
         waiter->list.wake();
       },
-      std::move(fds));
+      std::move(fds), true);
   while (!waiter->result) waiter->list.wait(INT64_MAX);
   return std::move(*waiter->result);
 }

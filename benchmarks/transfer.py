@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     _say("")
     table = Table(f"Transfer engine, two processes, {done} rounds")
     add_rows(table, samples)
+    registrations(table)
     print_as_tebench(samples)
     for failure in sorted(set(samples.failures)):
         print(f"FAILED  {failure}")
@@ -67,6 +68,22 @@ def void_rows(samples: Samples) -> int:
     table = Table("", quiet=True)
     add_rows(table, samples)
     return sum(row.verdict == "void" for row in table.rows)
+
+
+def registrations(table: Table) -> None:
+    import torch
+
+    import torch_mooncake as tm
+
+    parts = torch.empty(10_000 * 64, dtype=torch.uint8).split(64)
+    took = []
+    for _ in range(5):
+        with tm.Engine() as engine:
+            start = time.perf_counter()
+            for part in parts:
+                engine.register(part)
+            took.append(1e3 * (time.perf_counter() - start))
+    table.measured("10 000 tensors registered", took, "ms", limit=100, at_least=False)
 
 
 def rails(quick: bool) -> list[Row]:

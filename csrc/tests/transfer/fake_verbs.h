@@ -184,7 +184,8 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     set_hanging(true);
     raise(Event::fatal);
   }
-  static inline std::function<bool(void* data)> refuses;  // memory that has no pages for a NIC
+  static inline std::function<bool(const void* data)> on_device;  // no memory of this host
+  static inline bool peer_memory = false;                         // it is registered by address all the same
   static inline std::function<bool(void* to, const void* from, size_t n)> takes_write;  // a device's memory
   uint64_t nbytes_moved() const { return moved_; }
   uint64_t requests() const { return requests_; }
@@ -196,7 +197,7 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     return {name_, port_up_, max_mr_nbytes_, 1 << 30, 256, 64, 4096, 100'000};
   }
   Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool, bool writable) override {
-    if (refuses && refuses(data)) return Status(Code::io, "ibv_reg_mr: Bad address");
+    if (on_device && on_device(data) && !peer_memory) return Status(Code::io, "ibv_reg_mr: Bad address");
     return add_key(reinterpret_cast<uint64_t>(data), nbytes, writable);
   }
   Result<std::unique_ptr<Registration>> add_key(uint64_t address, uint64_t nbytes, bool writable) {
@@ -465,6 +466,9 @@ inline Status FakePair::post(std::span<const WorkRequest> requests) {
     std::lock_guard lock(device_->mutex_);
     if (queue_.size() + requests.size() > depth_) return {Code::io, "ibv_post_send: Cannot allocate memory"};
     for (auto& request : requests) {
+      auto* local = reinterpret_cast<const void*>(request.local);  // what is inlined the CPU copies
+      if (request.inlined && FakeDevice::on_device && FakeDevice::on_device(local))
+        return {Code::io, "ibv_post_send: Bad address"};
       Queued queued{request, {}, steady_ns()};
       if (request.inlined) queued.inlined.assign(reinterpret_cast<const char*>(request.local), request.nbytes);
       queue_.push_back(std::move(queued));

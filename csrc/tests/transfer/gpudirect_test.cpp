@@ -11,27 +11,19 @@ using fake_verbs::FakeDriver;
 
 constexpr size_t kMiB = 1 << 20;
 
-EngineOptions options_over(std::shared_ptr<FakeDriver> driver, const std::string& name) {
-  auto options = options_for(Way::tcp, name);
-  options.transports = {"rdma"};
-  options.rdma_driver = std::move(driver);
-  return options;
-}
-
 struct Gpu {
   Gpu() {
     FakeDevice::takes_write = [this](void* to, const void* from, size_t n) { return cuda.nic_writes(to, from, n); };
-    FakeDevice::refuses = [this](void* data) { return !peer_memory && holds(data); };
+    FakeDevice::on_device = [this](const void* data) { return cuda.find(reinterpret_cast<uint64_t>(data)).is_ok(); };
   }
   ~Gpu() {
     FakeDevice::takes_write = nullptr;
-    FakeDevice::refuses = nullptr;
+    FakeDevice::on_device = nullptr;
+    FakeDevice::peer_memory = false;
     cuda.no_dmabuf = cuda.fail_flushes = false;
     cuda.ordered = true;
   }
-  bool holds(void* data) { return cuda.find(reinterpret_cast<uint64_t>(data)).is_ok(); }
   FakeCuda& cuda = FakeCuda::install();
-  bool peer_memory = false;  // nvidia_peermem
 };
 
 struct Two {
@@ -119,7 +111,7 @@ TEST_CASE("no dmabuf: by address, else through host memory, which says so") {
   Gpu gpu;
   gpu.cuda.no_dmabuf = true;
   for (bool peer_memory : {true, false}) {
-    gpu.peer_memory = peer_memory;
+    FakeDevice::peer_memory = peer_memory;
     Two two;
     auto device_a = gpu.cuda.allocate(kMiB), device_b = gpu.cuda.allocate(kMiB);
     Memory host(Way::rdma, kMiB);

@@ -14,13 +14,6 @@ using torch_mooncake::transfer::rdma::Outcome;
 
 constexpr size_t kMiB = 1 << 20;
 
-EngineOptions options_over(std::shared_ptr<FakeDriver> driver, const std::string& name) {
-  auto options = options_for(Way::tcp, name);
-  options.transports = {"rdma"};
-  options.rdma_driver = std::move(driver);
-  return options;
-}
-
 // a writes to and reads from b, over `rails` devices each.
 struct Rails {
   std::shared_ptr<FakeDriver> here, there;

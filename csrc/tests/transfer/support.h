@@ -111,6 +111,14 @@ inline EngineOptions options_for(Way way, const std::string& name) {
   return o;
 }
 
+// RDMA and nothing else, over these NICs.
+inline EngineOptions options_over(std::shared_ptr<fake_verbs::FakeDriver> driver, const std::string& name) {
+  auto options = options_for(Way::tcp, name);
+  options.transports = {"rdma"};
+  options.rdma_driver = std::move(driver);
+  return options;
+}
+
 inline Deadline soon(int64_t ms = 20'000) { return Deadline::after_ms(ms); }
 
 template <typename T>

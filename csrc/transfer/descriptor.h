@@ -23,7 +23,7 @@ struct AccessRecord {
 
 struct Descriptor {
   static constexpr uint32_t kMagic = 0x4d52'5254;  // "TRRM"
-  static constexpr uint16_t kVersion = 2;
+  static constexpr uint16_t kVersion = 3;
   Id128 engine{};
   MemoryKind kind = MemoryKind::host;
   uint64_t region = 0;

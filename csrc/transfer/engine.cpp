@@ -276,12 +276,17 @@ Result<RegionPtr> EngineImpl::register_cuda(void* data, uint64_t nbytes, RegionO
                     std::move(options));
 }
 
-Status EngineImpl::flush_nic_writes() {
-  for (uint64_t left = flush_devices_; left != 0; left &= left - 1) {
-    TM_ASSIGN(auto driver, CudaDriver::get());
-    TM_TRY(driver->flush_nic_writes(std::countr_zero(left)));
-  }
-  return {};
+void EngineImpl::flush_nic_writes(std::function<void(const Status&)> done) {
+  static auto* worker = new Worker("tm-cuda-flush");
+  const uint64_t devices = flush_devices_;
+  if (devices == 0) return done({});
+  worker->post([devices, done = std::move(done)] {
+    auto driver = CudaDriver::get();
+    Status status = driver.status();
+    for (uint64_t left = devices; status && left != 0; left &= left - 1)
+      status = (*driver)->flush_nic_writes(std::countr_zero(left));
+    done(status);
+  });
 }
 
 void EngineImpl::revoke_mapped(const RegionImplPtr& region) {

@@ -69,8 +69,9 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
   HostRails& host_rails() { return host_rails_; }
   const rdma::Nics& nics() const { return nics_; }  // empty unless "rdma" is allowed
-  // What NICs have written into devices until now is there for whoever works on them.
-  Status flush_nic_writes();
+  // `done` when what NICs have written into devices until now is there for whoever works on them: at once, or on a
+  // thread of its own, as drivers may block.
+  void flush_nic_writes(std::function<void(const Status&)> done);
   PeerImplPtr peer(const rpc::SessionPtr& session);  // the session's peer, made if need be
   // Registers a method whose handler wants the peer.
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);

@@ -22,8 +22,17 @@ PeerImpl::PeerImpl(EngineImpl& engine, rpc::SessionPtr session)
       session_(std::move(session)),
       name_(identity().name + " (pid " + std::to_string(identity().pid) + ")"),
       grants_(name_) {
+  // No options: they take part only where somebody has registered a file or a device.
+  auto of_this_process = [this, added = false]() mutable {
+    if (std::exchange(added, true)) return;
+    endpoints_.push_back(std::make_unique<CudaEndpoint>(*this, false));
+    endpoints_.push_back(std::make_unique<FileEndpoint>(*this));
+  };
   for (auto& option : engine.options().transports) {
-    if (option == "local") endpoints_.push_back(std::make_unique<LocalEndpoint>(*this));
+    if (option == "local") {
+      endpoints_.push_back(std::make_unique<LocalEndpoint>(*this));
+      of_this_process();  // before the way through a NIC
+    }
     if (option == "shm") {
       endpoints_.push_back(std::make_unique<SegmentEndpoint>(*this));
       endpoints_.push_back(std::make_unique<ProcessVmEndpoint>(*this));
@@ -32,9 +41,7 @@ PeerImpl::PeerImpl(EngineImpl& engine, rpc::SessionPtr session)
     if (option == "rdma") endpoints_.push_back(std::make_unique<rdma::RdmaEndpoint>(*this));
     if (option == "tcp") endpoints_.push_back(std::make_unique<StreamEndpoint>(*this));
   }
-  // No options: they take part only where somebody has registered a file or a device.
-  endpoints_.push_back(std::make_unique<CudaEndpoint>(*this, false));
-  endpoints_.push_back(std::make_unique<FileEndpoint>(*this));
+  of_this_process();
   endpoints_.push_back(std::make_unique<StageEndpoint>(*this, false));
   endpoints_.push_back(std::make_unique<StageEndpoint>(*this, true));
 }
@@ -201,7 +208,12 @@ Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion ope
     for (auto& endpoint : endpoints_) {
       uint8_t takes = missing & endpoint->capabilities().takes();
       if (takes == 0) continue;
-      TM_ASSIGN(auto memory, endpoint->open(opened, direction, deadline));
+      // Nobody has device memory for NICs: no connection is made for it.
+      if (takes == kind_bit(LocalKind::cuda_on_nics) && !CudaDriver::if_used()) continue;
+      auto opening = endpoint->open(opened, direction, deadline);
+      // Host memory is what everybody has; for the others the next transport is asked.
+      if (!opening && takes & kind_bit(LocalKind::host)) return opening.status();
+      RemoteMemoryPtr memory = opening ? std::move(*opening) : nullptr;
       if (!memory) continue;
       missing &= ~takes;
       for (int kind = 0; kind < kLocalKinds; ++kind)

@@ -27,13 +27,22 @@ struct Gpu {
 };
 
 struct Two {
-  explicit Two(uint64_t max_mr_nbytes = 8 << 20)
-      : a(must(Engine::create(options_over(std::make_shared<FakeDriver>(2, max_mr_nbytes), "a")))),
-        b(must(Engine::create(options_over(std::make_shared<FakeDriver>(2, max_mr_nbytes), "b")))),
+  explicit Two(uint64_t max_mr_nbytes = 8 << 20, const std::vector<std::string>& transports = {"rdma"}, bool up = true)
+      : a(must(Engine::create(options("a", max_mr_nbytes, transports, up)))),
+        b(must(Engine::create(options("b", max_mr_nbytes, transports, up)))),
         peer(must(a->connect(b->addresses().front(), soon()))) {}
   ~Two() {
     a->close();
     b->close();
+  }
+  static EngineOptions options(const std::string& name, uint64_t max_mr_nbytes,
+                               const std::vector<std::string>& transports, bool up) {
+    auto driver = std::make_shared<FakeDriver>(2, max_mr_nbytes);
+    for (size_t i = 0; i < driver->count(); ++i) driver->device(i).set_port(up);
+    auto out = options_over(std::move(driver), name);
+    out.transports = transports;
+    out.rpc.same_host_listener = true;
+    return out;
   }
   RemoteRegionPtr open(const RegionPtr& region) { return must(peer->open(region->descriptor(), soon())); }
   EnginePtr a, b;
@@ -126,6 +135,40 @@ TEST_CASE("no dmabuf: by address, else through host memory, which says so") {
   }
 }
 
+TEST_CASE("where shm serves host memory, the NICs serve devices, or nobody asks them") {
+  Gpu gpu;
+  for (bool up : {true, false}) {
+    Two two(8 << 20, {"shm", "rdma"}, up);
+    auto device = gpu.cuda.allocate(kMiB);
+    Memory host_a(Way::process_vm, kMiB), host_b(Way::process_vm, kMiB);
+    auto target = host_b.register_in(*two.b);
+    check_moves(two, host_a.register_in(*two.a), host_a.data, target, host_b.data, kMiB, "process_vm");
+    auto local = on_device(*two.a, device, kMiB);
+    check_moves(two, local, static_cast<std::byte*>(device.get()), target, host_b.data, kMiB, up ? "rdma" : "staged");
+  }
+}
+
+TEST_CASE("within a process no NIC is asked") {
+  Gpu gpu;
+  Two two(8 << 20, {"local", "rdma"});
+  auto device_a = gpu.cuda.allocate(kMiB), device_b = gpu.cuda.allocate(kMiB);
+  check_moves(two, on_device(*two.a, device_a, kMiB), static_cast<std::byte*>(device_a.get()),
+              on_device(*two.b, device_b, kMiB), static_cast<std::byte*>(device_b.get()), kMiB, "cuda");
+}
+
+TEST_CASE("a device that cannot be flushed is not registered with NICs; notifications of others go on") {
+  Gpu gpu;
+  gpu.cuda.ordered = false;
+  gpu.cuda.fail_flushes = true;
+  Two two;
+  auto device = gpu.cuda.allocate(kMiB);
+  Memory host_a(Way::rdma, kMiB), host_b(Way::rdma, kMiB);
+  auto* data = static_cast<std::byte*>(device.get());
+  auto local = host_a.register_in(*two.a);
+  check_moves(two, local, host_a.data, on_device(*two.b, device, kMiB), data, kMiB, "cuda");
+  check_moves(two, local, host_a.data, host_b.register_in(*two.b), host_b.data, kMiB, "rdma");
+}
+
 TEST_CASE("a flush that fails is the op's error; no notification comes") {
   Gpu gpu;
   gpu.cuda.ordered = false;
@@ -151,17 +194,27 @@ TEST_CASE("deregistered device memory: its NICs are fenced before it is free") {
   Gpu gpu;
   Two two;
   auto device = gpu.cuda.allocate(kMiB);
-  std::weak_ptr<void> alive = device;
+  const auto address = reinterpret_cast<uint64_t>(device.get());
+  std::atomic<int> freed{0};
+  std::atomic<uint32_t> reachable{0};  // keys of NICs, at that time
+  std::shared_ptr<void> watched(device.get(), [&, device](void*) {
+    auto& fabric = fake_verbs::Fabric::instance();
+    for (uint32_t i = 0; i <= fabric.keys_used; ++i)
+      if (fabric.keys[i].valid && fabric.keys[i].address >= address && fabric.keys[i].address < address + kMiB)
+        ++reachable;
+    ++freed;
+  });
   Memory host(Way::rdma, kMiB);
   auto local = host.register_in(*two.a);
-  auto target = on_device(*two.b, device, kMiB);
-  device.reset();
+  auto target = on_device(*two.b, watched, kMiB);
+  watched.reset();
   auto remote = two.open(target);
   REQUIRE_OK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
   REQUIRE_OK(two.b->deregister(target, soon()));
   target.reset();
-  for (auto until = soon(2000); !alive.expired() && !until.expired();) usleep(1000);
-  CHECK(alive.expired());
+  for (auto until = soon(2000); freed == 0 && !until.expired();) usleep(1000);
+  CHECK(freed == 1);
+  CHECK(reachable == 0);
   CHECK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait().code() == Code::key_not_found);
 }
 

@@ -225,7 +225,8 @@ class LibCuda final : public CudaDriver {
     Ptr base = 0;
     size_t size = 0;
     TM_TRY(check(cuMemGetAddressRange(&base, &size, at), "cuMemGetAddressRange"));
-    if (base + size < at + nbytes) return Status(Code::io, "a CUDA IPC handle of less memory than its owner says");
+    if (at < base || at - base > size || nbytes > size - (at - base))
+      return Status(Code::io, "a CUDA IPC handle of less memory than its owner says");
     return mapping;
   }
 

@@ -58,7 +58,9 @@ void CudaMove::settle(std::unique_lock<std::mutex> lock) {
   std::function<void(uint64_t)> progress;
   std::shared_ptr<void> keep;
   bool last = (stopped_ || piece_ == request_.pieces.size()) && in_flight_ == 0;
-  if (!told_ && (last || (stopped_ && touching_ == 0))) {
+  // Who is patient is told when the device is at rest, too: its owner then says that no byte can land any more.
+  const bool early = stopped_ && touching_ == 0 && (!request_.patient || abandoned_);
+  if (!told_ && (last || early)) {
     told_ = true;
     done = std::move(request_.done);
   }
@@ -69,6 +71,12 @@ void CudaMove::settle(std::unique_lock<std::mutex> lock) {
   Status status = status_;
   lock.unlock();
   if (done) done(status);
+}
+
+void CudaMove::abandon() {
+  std::unique_lock lock(mutex_);
+  abandoned_ = true;
+  if (stopped_) settle(std::move(lock));
 }
 
 bool CudaMove::fill(Block& block) {

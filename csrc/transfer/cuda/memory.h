@@ -83,7 +83,7 @@ class CudaMove final : public Move, public std::enable_shared_from_this<CudaMove
   CudaMove(std::shared_ptr<CudaMemory> memory, MoveRequest request);
   void start() override { pump(); }
   void stop(const Status& why) override;
-  void abandon() override {}  // all host memory is bounced: stop() was enough
+  void abandon() override;
 
  private:
   struct Block {
@@ -104,7 +104,7 @@ class CudaMove final : public Move, public std::enable_shared_from_this<CudaMove
   size_t piece_ = 0;
   uint64_t at_ = 0;
   uint32_t in_flight_ = 0, touching_ = 0;
-  bool stopped_ = false, told_ = false;
+  bool stopped_ = false, told_ = false, abandoned_ = false;
   Status status_;
 };
 

@@ -186,7 +186,7 @@ void FileCudaPart::move_directly(const ChunkPtr& chunk) {
                    : storage.driver->write(storage.file.get(), piece.at_file, base, address, piece.nbytes);
   }
   end_touching();
-  if (!n) piece.file->storage_broke(n.status());
+  if (!n && current) piece.file->storage_broke(n.status());
   uint64_t moved = chunk->nbytes = n ? std::min(*n, piece.nbytes) : 0;
   // Short, or failed: the rest the other way, which knows what to say at the file's end, or of a broken disk.
   if (moved < piece.nbytes) {

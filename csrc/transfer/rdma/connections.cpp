@@ -273,7 +273,7 @@ void RdmaEndpoint::begin_notify(const RdmaPartPtr& part, Later& later) {
   make_ready(part);
   later.add([this, part, peer = peer_.shared_from_this()] {
     ByteWriter request;
-    request.put(part->notify_id_).put(std::string_view(part->notify_));
+    request.put(part->notify_id_).put(static_cast<uint8_t>(part->flush_there_)).put(std::string_view(part->notify_));
     peer->session()->call(kRdmaNotify, request.take(), Deadline::never(),
                           [this, part, peer](Result<rpc::Message> answer) {
                             Later soon;
@@ -291,6 +291,7 @@ void RdmaEndpoint::begin_notify(const RdmaPartPtr& part, Later& later) {
 void RdmaEndpoint::on_notify(rpc::Message message, rpc::Responder responder) {
   ByteReader in(message.body);
   auto id = in.get<uint32_t>();
+  const bool flush = in.get<uint8_t>() != 0;
   auto text = in.get_string();
   if (!in.done()) return responder.fail({Code::invalid_argument, "malformed rdma notification"});
   Later later;
@@ -298,6 +299,7 @@ void RdmaEndpoint::on_notify(rpc::Message message, rpc::Responder responder) {
   if (over_) return;
   auto& incoming = incoming_[id];
   incoming.text = std::move(text);
+  incoming.flush = flush;
   incoming.responder = std::move(responder);
   deliver(id, later);
 }
@@ -321,10 +323,14 @@ void RdmaEndpoint::deliver(uint32_t id, Later& later) {
     ++delivered_below_;
   }
   later.add([incoming, peer = peer_.shared_from_this()] {
+    auto deliver = [incoming, peer](const Status& there) {
+      if (!there) return incoming->responder.fail(there);
+      peer->engine().notes()->push({peer->identity().engine, peer->identity().name, std::move(*incoming->text)});
+      incoming->responder.ok();
+      peer->engine().callbacks()->post([peer] {});  // perhaps the last reference
+    };
     // Behind the data also for whoever works on a device.
-    if (Status status = peer->engine().flush_nic_writes(); !status) return incoming->responder.fail(status);
-    peer->engine().notes()->push({peer->identity().engine, peer->identity().name, std::move(*incoming->text)});
-    incoming->responder.ok();
+    incoming->flush ? peer->engine().flush_nic_writes(deliver) : deliver({});
   });
 }
 

@@ -21,8 +21,8 @@ void RdmaEndpoint::attach(EngineImpl& engine) {
   engine.handle(kRdmaDisconnect, forward(&RdmaEndpoint::on_disconnect));
   engine.handle(kRdmaNotify, forward(&RdmaEndpoint::on_notify));
   engine.handle(kRdmaFlush, [](PeerImpl& peer, rpc::Message, rpc::Responder responder) {
-    Status status = peer.engine().flush_nic_writes();
-    status ? responder.ok() : responder.fail(status);
+    auto shared = std::make_shared<rpc::Responder>(std::move(responder));
+    peer.engine().flush_nic_writes([shared](const Status& s) { s ? shared->ok() : shared->fail(s); });
   });
 }
 
@@ -49,8 +49,11 @@ bool RdmaEndpoint::available() const {
 }
 
 Explanation RdmaEndpoint::explain() const {
-  Explanation out{
-      .transport = name(), .option = "rdma", .serves = "any host memory, and CUDA memory that the NICs reach"};
+  Explanation out{.transport = name(),
+                  .option = "rdma",
+                  .serves =
+                      "any host memory, and CUDA memory that NICs reach (a device that does not "
+                      "order their writes is flushed by its owner's CPU)"};
   out.lanes = lane_stats();
   bool allowed = peer_.features().rdma, can = available();
   std::lock_guard lock(mutex_);
@@ -110,7 +113,8 @@ void RdmaEndpoint::cut(RdmaPart& part, std::span<const Batch> batches) const {
   for (auto& batch : batches) {
     auto& region = static_cast<RegionImpl&>(*batch.local);
     auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
-    auto* memory = static_cast<const RdmaMemory*>(remote.path(part.op().direction()).memory.get());
+    auto& path = remote.path(part.op().direction(), region.local_kind());  // that of host memory may be another's
+    auto* memory = static_cast<const RdmaMemory*>(path.memory.get());
     auto* keys = region.nic_keys().get();
     auto local_base = reinterpret_cast<uint64_t>(region.data());
     part.regions_.push_back({keys, memory});
@@ -293,8 +297,11 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
   if (part->unsettled_ == 0) part->op().quiescent(*part);
   later.add([part, outcome = part->outcome_, &engine = peer_.engine()] {
-    const bool flush = outcome && part->flush_here_;
-    part->op().part_done(part, flush ? engine.flush_nic_writes() : outcome);
+    if (!outcome || !part->flush_here_) return part->op().part_done(part, outcome);
+    engine.flush_nic_writes([part, callbacks = engine.callbacks()](const Status& flushed) {
+      part->op().part_done(part, flushed);
+      callbacks->post([part] {});  // perhaps the last reference
+    });
   });
 }
 

@@ -61,7 +61,7 @@ class RdmaEndpoint final : public TransportEndpoint {
  private:
   class Later;
   struct Incoming {  // a notification of the peer's: delivered when both its halves are there
-    bool immediate = false;
+    bool immediate = false, flush = false;
     std::optional<std::string> text;
     rpc::Responder responder;
   };

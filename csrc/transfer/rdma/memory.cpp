@@ -1,6 +1,7 @@
 #include "transfer/rdma/memory.h"
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -9,13 +10,13 @@
 namespace torch_mooncake::transfer::rdma {
 namespace {
 
-constexpr uint64_t kPage = 4096;
+constexpr uint64_t kPage = 4096;  // of a chunk's length
 
-Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes) {
+Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes, bool host) {
   rlimit limit{};
   getrlimit(RLIMIT_MEMLOCK, &limit);
   std::string hint;
-  if (limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < nbytes)
+  if (host && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < nbytes)
     hint = "; the limit of locked memory is " + std::to_string(limit.rlim_cur) + " bytes: ulimit -l unlimited";
   return {Code::io,
           "registering " + std::to_string(nbytes) + " bytes with " + nic.info().name + ": " + status.message() + hint};
@@ -26,37 +27,39 @@ Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes) {
 Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
                                                      bool writable) {
   auto* bytes = static_cast<std::byte*>(data);
-  return make(nics, reinterpret_cast<uint64_t>(data), nbytes, [=](Device& device, uint64_t at, uint64_t n) {
+  return make(nics, reinterpret_cast<uint64_t>(data), nbytes, true, [=](Device& device, uint64_t at, uint64_t n) {
     return device.register_memory(bytes + at, n, readable, writable);
   });
 }
 
 Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, const CudaMemory& memory, bool readable,
                                                           bool writable) {
-  const uint64_t base = memory.address();
+  const uint64_t base = memory.address(), page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const int device = memory.queue().device();
+  const bool flush = !memory.driver().orders_nic_writes(device);
+  if (flush) TM_TRY(memory.driver().flush_nic_writes(device));  // where it cannot be told when bytes are there, none go
   auto by_dmabuf = [&](Device& device, uint64_t at, uint64_t n) -> Result<std::unique_ptr<Registration>> {
-    uint64_t begin = (base + at) / kPage * kPage, end = (base + at + n + kPage - 1) / kPage * kPage;
+    uint64_t begin = (base + at) / page * page, end = (base + at + n + page - 1) / page * page;
     TM_ASSIGN(auto fd, memory.driver().export_dmabuf(begin, end - begin));
     return device.register_dmabuf(fd.get(), base + at - begin, n, base + at, readable, writable);
   };
   auto by_address = [&](Device& device, uint64_t at, uint64_t n) {
     return device.register_memory(reinterpret_cast<void*>(base + at), n, readable, writable);
   };
-  auto keys = make(nics, base, memory.nbytes(), by_dmabuf);
+  auto keys = make(nics, base, memory.nbytes(), false, by_dmabuf);
   if (!keys) {
-    auto second = make(nics, base, memory.nbytes(), by_address);
+    auto second = make(nics, base, memory.nbytes(), false, by_address);
     if (!second) return keys.status().with("neither by dmabuf nor by address (" + second.status().message() + ")");
     keys = std::move(second);
   }
-  const int device = memory.queue().device();
-  (*keys)->host_ = false;
-  (*keys)->flush_ = !memory.driver().orders_nic_writes(device);
+  (*keys)->flush_ = flush;
   return keys;
 }
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, uint64_t address, uint64_t nbytes,
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, uint64_t address, uint64_t nbytes, bool host,
                                                      const RegisterChunk& fn) {
   auto keys = std::make_shared<RegionKeys>();
+  keys->host_ = host;
   keys->address_ = address;
   keys->chunk_nbytes_ = UINT32_MAX / kPage * kPage;  // a work request's length has 32 bits
   for (auto& nic : nics) {
@@ -69,7 +72,7 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, uint64_t 
     for (uint64_t at = 0; at < nbytes; at += keys->chunk_nbytes_) {
       uint64_t n = std::min(keys->chunk_nbytes_, nbytes - at);
       auto made = fn(nic->device(), at, n);
-      if (!made) return explain_failure(made.status(), *nic, n);
+      if (!made) return explain_failure(made.status(), *nic, n, host);
       registrations.push_back(std::move(*made));
     }
   }

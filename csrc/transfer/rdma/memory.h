@@ -37,7 +37,7 @@ class RegionKeys {
 
  private:
   using RegisterChunk = std::function<Result<std::unique_ptr<Registration>>(Device&, uint64_t at, uint64_t nbytes)>;
-  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, uint64_t address, uint64_t nbytes,
+  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, uint64_t address, uint64_t nbytes, bool host,
                                                   const RegisterChunk& fn);
 
   uint64_t address_ = 0, chunk_nbytes_ = 0;

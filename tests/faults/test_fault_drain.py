@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -119,6 +120,21 @@ def test_another_node_in_its_place_is_not_the_one_that_left(
         assert process.wait(20) == 0
         tm.put("k", b"on a node that was started for it")
         leaving.send_signal(signal.SIGCONT)
-        assert "has left the pool" in leaving.communicate(timeout=20)[0]
+        said = leaving.communicate(timeout=20)[0]
+        assert "has left the pool" in said
+        assert "could not be moved: the pool ends with its leader" in said  # it had said so before it went
         assert leaving.returncode == 0
         assert tm.get("k") == b"on a node that was started for it"
+
+
+def test_a_node_that_is_killed_while_it_leaves_says_nothing_of_its_objects(
+    node: tuple[subprocess.Popen[bytes], str], writer: subprocess.Popen[bytes], pool_env: PoolEnv
+) -> None:
+    with drain("--json") as leaving:
+        assert eventually(is_draining)
+        for pid in pool_env.nodes():  # the keeper first: nobody starts another worker
+            os.kill(pid, signal.SIGKILL)
+        answer = json.loads(leaving.communicate(timeout=20)[0])
+        assert leaving.returncode == 0
+    assert (answer["moved"], answer["left"]) == (None, None)
+    assert answer["why"] == "what became of its objects is not known"

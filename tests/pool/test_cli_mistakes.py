@@ -41,6 +41,8 @@ def cli(*args: str, status: int) -> tuple[str, str]:
         ("get", "k", "--wait", "-0.5"),
         ("node", "--drain", "nan"),
         ("node", "--linger", "nan"),
+        ("node", "--linger=-nan"),
+        ("node", "--linger=-soon"),
         ("put", "k", "-", "--ttl", "nan"),
         ("get", "m/", "-o", "m.safetensors", "--wait", "1"),
         ("events", "a/", "--zmq", "tcp://127.0.0.1:0"),

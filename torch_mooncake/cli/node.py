@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 from torch_mooncake.cli import emit, human, seconds
@@ -16,6 +17,13 @@ from torch_mooncake.errors import DeadlineExceeded, InvalidArgument, IoError, Pe
 
 if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
+
+_NOT_TOLD: dict[str, Any] = {
+    "moved": None,
+    "moved_bytes": None,
+    "left": None,
+    "why": "what became of its objects is not known",
+}
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -60,8 +68,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _linger(text: str) -> float:
-    """Below 0: never."""
-    return -1.0 if text.startswith("-") else seconds(text)
+    """Below 0: never. ValueError for NaN."""
+    return -1.0 if float(text) < 0 else seconds(text)
 
 
 def is_this_host(address: str, hostname: str | None = None) -> bool:
@@ -111,14 +119,14 @@ def _drain(args: argparse.Namespace) -> None:
     from torch_mooncake.node import nobody_listens
 
     until = deadline_ns(args.timeout)
-    with connect(args, monitor=True) as pool:
+    # The node answers those who ask while it is there: one question, before it leaves. The pool's end ends it.
+    with futures.ThreadPoolExecutor(1) as thread, connect(args, monitor=True) as pool:
         node = _stat_here(pool, until)
+        report = thread.submit(_report, pool, until)
         pool._client(until).drain(until)
-        moved: dict[str, Any] = {}
         told = f"{human(node['used_bytes'])} are in use there"
         while True:
             try:
-                moved = moved or _moved(pool, until)
                 now = _stat_here(pool, min(until, deadline_ns(2)))
             except (PeerLost, IoError, PoolUnavailable, DeadlineExceeded) as error:
                 if nobody_listens(pool.config.address):
@@ -128,15 +136,21 @@ def _drain(args: argparse.Namespace) -> None:
                 if now["id"] != node["id"]:
                     break  # another node, in its place
                 told = f"{human(now['used_bytes'])} are in use there"
+                if report.done() and report.exception():  # the connection was lost, the node is there
+                    report = thread.submit(_report, pool, until)
             if seconds_left(until) <= 0:
                 raise DeadlineExceeded(f"the node has not left: {told}")
             if sys.stderr.isatty():
                 print(f"\rleaving: {told}\x1b[K", end="", file=sys.stderr)
             time.sleep(0.05)
+        futures.wait([report], min(5, seconds_left(until)))  # what it said last may be under way
+        moved = report.result() if report.done() and not report.exception() else _NOT_TOLD
     text = f"{node['address']} has left the pool"
-    if moved.get("moved"):
+    if moved is _NOT_TOLD:
+        text += f"; {moved['why']}"
+    if moved["moved"]:
         text += f"; {moved['moved']} objects ({human(moved['moved_bytes'])}) were moved to other nodes"
-    if moved.get("left"):
+    if moved["left"]:
         text += f"; {moved['left']} could not be moved: {moved['why']}"
     emit(args, {"node": node["id"], "address": node["address"], **moved}, text)
 
@@ -146,10 +160,7 @@ def _stat_here(pool: Pool, deadline: int) -> dict[str, Any]:
     return found
 
 
-def _moved(pool: Pool, deadline: int) -> dict[str, Any]:
-    """What has become of the objects of the node that leaves; empty: it is at it."""
-    try:
-        moved: dict[str, Any] = pool._client(deadline).drained(min(deadline, deadline_ns(0.2)))
-    except DeadlineExceeded:
-        return {}
+def _report(pool: Pool, deadline: int) -> dict[str, Any]:
+    """What has become of the objects of the node that leaves, as soon as it says so."""
+    moved: dict[str, Any] = pool._client(deadline).drained(deadline)
     return moved

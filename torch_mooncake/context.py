@@ -37,9 +37,10 @@ def init(
     Without ``address``: this host's pool, whose node is started if there is none (inside torchrun over several hosts:
     one pool over all of them). With ``"host:7400"``: the pool of that node. With ``store``: hosts that give the same
     ``torch.distributed`` Store make one pool, which the node that is started first leads. With ``discovery``
-    ("etcd://host:port[,…][/prefix]"): hosts that give the same make one pool, whose nodes elect their leader. What is
-    None comes from ``TM_*`` (see ``torch_mooncake.config``). InvalidArgument if it was called before with something
-    else.
+    ("etcd://host:port[,…][/prefix]"): hosts that give the same make one pool, whose nodes elect their leader; only
+    the URL's prefix tells pools apart there, ``pool`` does not. What is None comes from ``TM_*`` (see
+    ``torch_mooncake.config``). InvalidArgument if it was called before with something else, or with ``store`` and
+    ``discovery``.
     """
     global _default, _given
     given: dict[str, Any] = {"address": address, "pool": pool, "token": token, "memory": memory, "linger_s": linger_s}

@@ -126,6 +126,7 @@ def nobody_listens(address: str) -> bool:
     try:
         if kind == "unix":
             with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1)
                 probe.connect(place)
         else:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()

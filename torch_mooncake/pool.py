@@ -115,8 +115,12 @@ class Pool:
         that is started here, and so is ``store``: hosts that give the same ``torch.distributed`` Store make one pool,
         which the node of the first leads; its address travels through the Store. With ``discovery``
         ("etcd://host:port[,…][/prefix]", and one token on all hosts) the nodes elect their leader, and another when it
-        is lost. PoolUnavailable, AuthError, VersionMismatch or DeadlineExceeded when it cannot be had.
+        is lost; one URL is one pool, whatever ``pool`` says: another pool takes another prefix. InvalidArgument for a
+        ``store`` beside a ``discovery`` (beside TM_DISCOVERY it is not used). PoolUnavailable, AuthError,
+        VersionMismatch or DeadlineExceeded when it cannot be had.
         """
+        if store is not None and discovery is not None:
+            raise InvalidArgument("store and discovery are two ways for hosts to find each other: give one")
         self.config = Config.from_env(
             address=address,
             pool=pool,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from torch_mooncake.clock import seconds_left
@@ -86,18 +87,18 @@ class Cluster:
 
 
 def cluster(config: Config, deadline: int, store: Any = None) -> Cluster:
-    """With a ``discovery``: the nodes elect their leader. With ``store``: whoever comes first leads. Without, what
-    torchrun's environment says: one host (or no torchrun at all), host 0 of several, or another of several.
-    PoolUnavailable if the leader is not told of in time."""
+    """With a ``discovery``: the nodes elect their leader (those of one URL: its prefix tells pools apart). With
+    ``store``: whoever comes first leads. Without, what torchrun's environment says: one host (or no torchrun at all),
+    host 0 of several, or another of several. PoolUnavailable if the leader is not told of in time."""
     env = os.environ
     if config.discovery:
         if not config.token:
             raise InvalidArgument("a discovery needs a token that all nodes have (TM_TOKEN)")
-        return Cluster([f"tcp://{_own_ip(*parse_etcd(config.discovery)[0][0])}:0"], token=config.token)
+        return Cluster([f"tcp://{_own_ip(*parse_etcd(config.discovery)[0])}:0"], token=config.token)
     mine = secrets.token_hex(16)
     if store is not None:
         board = _Board(store, config.pool, deadline)
-        listen = [f"tcp://{_own_ip(*_place(store))}:0"]
+        listen = [f"tcp://{_own_ip(_place(store))}:0"]
         held = board.claim("", mine)
         while held != mine:
             if leader := board.leader(held):
@@ -108,7 +109,7 @@ def cluster(config: Config, deadline: int, store: Any = None) -> Cluster:
     if hosts <= 1:
         return Cluster()
     board = _Board(_default_store(deadline), config.pool, deadline)
-    listen = [f"tcp://{_own_ip(env.get('MASTER_ADDR', ''), int(env.get('MASTER_PORT', '0')))}:0"]
+    listen = [f"tcp://{_own_ip((env.get('MASTER_ADDR', ''), int(env.get('MASTER_PORT', '0'))))}:0"]
     if int(env.get("GROUP_RANK", "0")) == 0:
         board.set_claim(mine)
         return _lead(config, listen, board, mine)
@@ -155,11 +156,21 @@ def _default_store(deadline: int) -> Any:
     return dist.PrefixStore("tm", dist.TCPStore(address, port, is_master=False, timeout=timeout))
 
 
-def _own_ip(master: str, port: int) -> str:
-    """The address of ours that reaches the master host; without one, the address of this host's name."""
-    master = master or socket.gethostname()
-    family, _, _, _, target = socket.getaddrinfo(master, port or 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing
-        ip = probe.getsockname()[0]
-    return f"[{ip}]" if ":" in ip else str(ip)
+def _own_ip(*places: tuple[str, int]) -> str:
+    """The address of ours that leads to the first of ``places`` (host, port) that can be reached, one on another host
+    before one on this; no host means this host's name. PoolUnavailable if none can be."""
+    ours: list[str] = []
+    why = ""
+    for host, port in places:
+        host = host or socket.gethostname()
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing
+                ours.append(probe.getsockname()[0])
+        except (OSError, UnicodeError) as error:
+            why = f"{host}: {error}"
+    if not ours:
+        raise PoolUnavailable(f"no address of this host leads to the others: {why}")
+    ip = next((ip for ip in ours if not ip_address(ip).is_loopback), ours[0])
+    return f"[{ip}]" if ":" in ip else ip

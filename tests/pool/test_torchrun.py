@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import tempfile
 from datetime import timedelta
 from typing import Any
@@ -11,7 +13,9 @@ import torch.distributed as dist
 from processes import eventually
 
 import torch_mooncake as tm
+from torch_mooncake.clock import deadline_ns
 from torch_mooncake.config import Config
+from torch_mooncake.node import nobody_listens
 from torch_mooncake.torchrun import cluster
 
 
@@ -131,3 +135,42 @@ def test_one_host_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     assert cluster(Config.from_env(), 0).listen == []
+
+
+def listens(discovery: str) -> str:
+    (address,) = cluster(Config.from_env(discovery=discovery, token="t"), deadline_ns(5)).listen
+    return address
+
+
+def test_the_hosts_of_a_discovery_are_tried_in_turn() -> None:
+    unknown = "a" * 64  # too long for a name
+    assert listens(f"etcd://{unknown}:1,127.0.0.1:1") == "tcp://127.0.0.1:0"
+    with pytest.raises(tm.PoolUnavailable, match=unknown):
+        listens(f"etcd://{unknown}:1")
+    with pytest.raises(tm.PoolUnavailable, match="300"):
+        listens("etcd://300.300.300.300:1")
+    try:
+        elsewhere = listens("etcd://192.0.2.1:1")
+    except tm.PoolUnavailable:
+        pytest.skip("needs a route to other hosts")
+    assert listens("etcd://127.0.0.1:1,192.0.2.1:1") == elsewhere != "tcp://127.0.0.1:0"
+
+
+def test_a_store_and_a_discovery_are_one_too_many(pool_env: Any) -> None:
+    with pytest.raises(tm.InvalidArgument, match="give one"):
+        tm.init(store=dist.HashStore(), discovery="etcd://127.0.0.1:1", token="t")
+    assert not pool_env.nodes()
+
+
+def test_a_listener_that_takes_nobody_in_is_somebody(tmp_path: Any) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as others:
+        listener.bind(path)
+        listener.listen(0)
+        taken = 0
+        while taken == 0:
+            other = others.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            taken = other.connect_ex(path)
+        assert not nobody_listens(f"unix://{path}")
+    assert nobody_listens(f"unix://{path}")

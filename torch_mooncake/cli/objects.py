@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_mooncake.cli import EXIT_ERROR, EXIT_MISSING, emit, human, seconds
-from torch_mooncake.clock import deadline_ns
+from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config
 from torch_mooncake.errors import Error, IoError, KeyNotFound, PeerLost, PoolUnavailable
 from torch_mooncake.objects import Description, describe, describe_peeked
@@ -147,11 +147,17 @@ def show(args: argparse.Namespace) -> None:
     """What the pool knows of a key."""
     deadline = until(args)
     with connect(args) as pool:
-        if args.wait is not None and not pool.exists(args.key):
-            pool.wait(args.key, args.wait)
+        wait_by = deadline_ns(args.wait)
         client = pool._client(deadline)
-        found = peek(client, args.key, deadline)
-        description = describe_peeked(client, found, deadline)
+        while True:
+            try:
+                found = peek(client, args.key, deadline)
+                description = describe_peeked(client, found, deadline)
+                break
+            except KeyNotFound:  # also one that went between the two, or since it was waited for
+                if args.wait is None:
+                    raise
+                pool.wait(args.key, seconds_left(wait_by))
         document = {
             "key": args.key,
             "nbytes": found.nbytes,

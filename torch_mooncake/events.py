@@ -52,7 +52,7 @@ class Subscription:
         self._names: dict[bytes, str] = {}  # of the keys that are there, by hash
         self._seq = 0
         self._started = False
-        self.closed = threading.Event()
+        self._closed = threading.Event()
 
     @property
     def keys(self) -> set[str]:
@@ -65,7 +65,7 @@ class Subscription:
         raised, and nothing is lost by them: call again. InvalidArgument for NaN, Closed after ``close``."""
         deadline = deadline_ns(timeout)
         answer_by = max(deadline, deadline_ns(_ANSWER_S))
-        while not self.closed.is_set():
+        while not self._closed.is_set():
             try:
                 events = self._ask(deadline, answer_by)
             except DeadlineExceeded:
@@ -80,12 +80,12 @@ class Subscription:
 
     def __iter__(self) -> Iterator[Event]:
         """All events, until ``close``, of this or of the pool. While the pool is out of reach it waits."""
-        for events in rounds(self.get, self.closed):
+        for events in rounds(self.get, self._closed):
             yield from events
 
     def close(self) -> None:
         """Iteration ends within some seconds: a question under way is not called back."""
-        self.closed.set()
+        self._closed.set()
 
     def __enter__(self) -> Subscription:
         return self
@@ -104,7 +104,7 @@ class Subscription:
         )
         if anew:
             if stream == 0:  # the directory is being rebuilt: what is there is not known yet
-                self.closed.wait(min(0.2, seconds_left(deadline)))
+                self._closed.wait(min(0.2, seconds_left(deadline)))
                 return []
             return self._look(client, stream, last, answer_by)
         self._after = last

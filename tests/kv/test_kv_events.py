@@ -21,7 +21,7 @@ from processes import eventually
 import torch_mooncake as tm
 from torch_mooncake import _core
 from torch_mooncake.kv import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored
-from torch_mooncake.kv.events import encode_batch
+from torch_mooncake.kv.events import _REQUESTS, _Asker, encode_batch
 
 PROMPT = list(range(100, 100 + 3 * SIZE))
 
@@ -234,6 +234,21 @@ def test_a_replay_is_whole_however_slow_its_asker(pool, listen, monkeypatch, tmp
         assert [seq for seq, _ in other.replay(0)] == list(range(count))  # while the slow one has read nothing
         assert [seq for seq, _ in slow.answer()] == list(range(count))
         assert out.error is None
+
+
+def test_an_asker_keeps_its_oldest_requests():
+    asker = _Asker()
+    for number in range(2 * _REQUESTS):
+        asker.ask(number)
+    assert list(asker.wanted) == list(range(_REQUESTS))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_ends_the_replay_is_told(pool, listen, monkeypatch):
+    with publisher(pool) as out:
+        monkeypatch.delattr(KVEventPublisher, "_missed")
+        listen(out).dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert eventually(lambda: isinstance(out.error, AttributeError))
 
 
 SUBSCRIBE = """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,7 @@ Shape = Literal["vllm", "vllm-map", "rfc1527"]
 _END = (-1).to_bytes(8, "big", signed=True)
 _BATCH = 1024  # events in one message
 _LINGER_MS = 2000
+_REQUESTS = 1024  # of one asker that are kept
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class KVEvents:
 
     def __iter__(self) -> Iterator[KVEvent]:
         """All events, until ``close``, of this or of the pool. While the pool is out of reach it waits."""
-        for events in rounds(self.get, self._subscription.closed):
+        for events in rounds(self.get, self._subscription._closed):
             yield from events
 
     def close(self) -> None:
@@ -213,8 +214,13 @@ def _rfc_map(event: KVEvent, event_id: int, ts: float, backend_id: str) -> dict[
 class _Asker:
     """Somebody at the ROUTER: the numbers it wants messages from, and what is left of the answer under way."""
 
-    wanted: deque[int] = field(default_factory=lambda: deque(maxlen=1024))
+    wanted: deque[int] = field(default_factory=deque)
     answer: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+
+    def ask(self, first: int) -> None:
+        """One more request than ``_REQUESTS`` is no request: the asker's time runs out."""
+        if len(self.wanted) < _REQUESTS:
+            self.wanted.append(first)
 
 
 class KVEventPublisher:
@@ -251,7 +257,7 @@ class KVEventPublisher:
         self._state: OrderedDict[tuple[str, PageHash], KVStored] = OrderedDict()
         self._context = zmq.Context()
         self._stop = threading.Event()
-        self.error: Exception | None = None  # what ended the publisher, if not close()
+        self.error: Exception | None = None  # what ended one of its threads, if not close()
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.set_hwm(hwm)
@@ -264,9 +270,11 @@ class KVEventPublisher:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise InvalidArgument(f"{endpoint}, {replay}: {error}") from error
-        self._threads = [threading.Thread(target=self._publish, name="kv-events", daemon=True)]
+        self._threads = [threading.Thread(target=self._run, args=(self._publish,), name="kv-events", daemon=True)]
         if replay is not None:
-            self._threads.append(threading.Thread(target=self._replay, name="kv-replay", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._run, args=(self._replay,), name="kv-replay", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
@@ -292,16 +300,20 @@ class KVEventPublisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _publish(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
+        """A thread's life: what ends it is told."""
         try:
-            for events in rounds(self._events.get, self._stop):
-                for at in range(0, len(events), _BATCH):
-                    self._send(events[at : at + _BATCH])
-            if not self._stop.is_set():
-                raise Closed("the pool was closed")
+            work()
         except Exception as error:
             self.error = error
             raise
+
+    def _publish(self) -> None:
+        for events in rounds(self._events.get, self._stop):
+            for at in range(0, len(events), _BATCH):
+                self._send(events[at : at + _BATCH])
+        if not self._stop.is_set():
+            raise Closed("the pool was closed")
 
     def _send(self, events: list[KVEvent]) -> None:
         with self._lock:
@@ -326,7 +338,7 @@ class KVEventPublisher:
             if self._router.poll(20 if askers else 200):
                 who, *request = self._router.recv_multipart()
                 if len(request) == 2 and len(request[1]) == 8:  # else no request; the asker's time runs out
-                    askers.setdefault(who, _Asker()).wanted.append(int.from_bytes(request[1], "big"))
+                    askers.setdefault(who, _Asker()).ask(int.from_bytes(request[1], "big"))
             for who, asker in list(askers.items()):
                 if self._answered(who, asker):
                     del askers[who]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 
-from processes import eventually
+from processes import eventually, stop
 
 
 class Etcd:
@@ -54,8 +54,7 @@ class Etcd:
 
     def stop(self) -> None:
         assert self.process
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         assert self.process

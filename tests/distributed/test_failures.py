@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
+SEEN_S = 6.0  # docs/distributed.md: a dead rank is seen at once, and after so long at the latest
+
 
 def _seconds(fn: object, match: str) -> float:
     begin = time.monotonic()
@@ -42,7 +44,7 @@ def killed(rank: int, world: int, collective: str) -> list[float]:
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "barrier"])
 def test_a_killed_rank_fails_the_others_by_name(collective: str) -> None:
     for first, later in run_world(3, killed, collective, expect_dead=(1,)).values():
-        assert first < 10
+        assert first < SEEN_S
         assert later < 2
 
 
@@ -54,10 +56,10 @@ def killed_in_messages(rank: int, world: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.send(torch.zeros(1), 1)
     if rank == 0:
-        assert _seconds(lambda: dist.recv(torch.zeros(4), 1), "rank 1 ") < 10
+        assert _seconds(lambda: dist.recv(torch.zeros(4), 1), "rank 1 ") < SEEN_S
         dist.send(torch.ones(4), 2)
     else:
-        assert _seconds(lambda: dist.send(torch.zeros(4_000_000), 1), "rank 1 ") < 10
+        assert _seconds(lambda: dist.send(torch.zeros(4_000_000), 1), "rank 1 ") < SEEN_S
         got = torch.zeros(4)
         dist.recv(got, 0)  # survivors still talk
         assert got.sum() == 4

@@ -99,7 +99,7 @@ def test_a_silent_listener_and_a_dead_one(make_two: Any) -> None:
 
         def dial() -> None:
             try:
-                two.engine.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=1.5)
+                two.engine.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=3)
             except tm.Error as error:
                 errors.append(error)
 
@@ -109,11 +109,11 @@ def test_a_silent_listener_and_a_dead_one(make_two: Any) -> None:
             thread.start()
         for _ in range(20):
             two.engine.write(two.region, two.remote, timeout=10).wait()
-        assert time.monotonic() - start < 1.4, "waited for somebody else's connection"
+        assert time.monotonic() - start < 2.5, "waited for somebody else's connection"
         with pytest.raises(tm.PeerLost):
             two.engine.connect("tcp://127.0.0.1:1", timeout=5)
         for thread in threads:
             thread.join(10)
         assert len(errors) == 8
         assert all(isinstance(error, tm.DeadlineExceeded | tm.PeerLost) for error in errors), errors
-        assert time.monotonic() - start < 4.5
+        assert time.monotonic() - start < 8

@@ -135,12 +135,12 @@ def test_a_stopped_peer_holds_up_nobody_else(make_two: Any) -> None:
     peer = stopped.engine.connect(lively.address)
     remote = peer.open(lively.descriptor)
     stopped.other.kill(signal.SIGSTOP)
-    hanging = [stopped.engine.write(stopped.region, stopped.remote, timeout=1.5, notify=b"n") for _ in range(20)]
+    hanging = [stopped.engine.write(stopped.region, stopped.remote, timeout=4, notify=b"n") for _ in range(20)]
     start = time.monotonic()
     stopped.local[:] = random_bytes(stopped.nbytes, 1)
     for _ in range(50):
         stopped.engine.write(stopped.region, remote, timeout=20).wait()
-    assert time.monotonic() - start < 1.4
+    assert time.monotonic() - start < 3.5
     assert np.array_equal(lively.there(), stopped.local)
     assert all(isinstance(ends(op, 10), tm.DeadlineExceeded | tm.PeerLost) for op in hanging)
     stopped.other.process.send_signal(signal.SIGCONT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -11,15 +10,9 @@ import urllib.request
 from typing import Any
 
 import pytest
-from processes import eventually
+from processes import eventually, free_port
 
 COMMAND = [sys.executable, "-m", "torch_mooncake"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def ask(port: int, path: str) -> tuple[int, str]:

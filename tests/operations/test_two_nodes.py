@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PoolEnv, command_line, eventually, running, stopped
-from services import ask, becomes_ready, cli, free_port, two_nodes
+from processes import PoolEnv, command_line, eventually, free_port, running, stopped
+from services import ask, becomes_ready, cli, two_nodes
 
 import torch_mooncake as tm
 from torch_mooncake.kv import PagedKV

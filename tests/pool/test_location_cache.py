@@ -131,13 +131,11 @@ def test_a_hit_asks_nobody_and_only_while_the_node_counts(pool_env: Any, monkeyp
 
     assert eventually(asks_nobody)  # the node has said that it counts
     with stopped(pool_env.worker()):
-        start = time.monotonic()
         assert torch.equal(tm.get("small", timeout=5), torch.arange(100))
         assert torch.equal(tm.get("big", timeout=5), torch.arange(MiB))
         assert torch.equal(tm.get("big", readonly=True, timeout=5), torch.arange(MiB))
         assert tm.exists("small", timeout=5)
         assert torch.equal(tm.get_many(["small", "big"], timeout=5)[0], torch.arange(100))
-        assert time.monotonic() - start < 3.5
         with pytest.raises(tm.Error):
             tm.get("missing", timeout=0.2)  # what is not there is asked for
 
@@ -149,7 +147,6 @@ def test_a_hit_asks_nobody_and_only_while_the_node_counts(pool_env: Any, monkeyp
             return False
 
         assert eventually(unknown)  # a node that has been silent for so long may have been expelled
-        assert time.monotonic() - start > 2
     assert torch.equal(tm.get("small"), torch.arange(100))
 
 

@@ -206,7 +206,7 @@ Result<std::shared_ptr<RemoteRegionImpl>> PeerImpl::make_remote(OpenedRegion ope
   auto find_paths = [&](Direction direction) -> Status {
     uint8_t missing = (1 << kLocalKinds) - 1;
     for (auto& endpoint : endpoints_) {
-      uint8_t takes = missing & endpoint->capabilities().takes();
+      uint8_t takes = missing & endpoint->local_kinds();
       if (takes == 0) continue;
       // Nobody has device memory for NICs: no connection is made for it.
       if (takes == kind_bit(LocalKind::cuda_on_nics) && !CudaDriver::if_used()) continue;

@@ -21,27 +21,12 @@ class OpImpl;
 class RegionImpl;
 
 // Kinds of local memory as paths know them: those of MemoryKind, and CUDA memory that this engine's NICs reach as well.
-// Whatever takes CUDA memory takes that.
+// What takes CUDA memory takes that.
 enum class LocalKind : uint8_t { host, file, cuda, cuda_on_nics };
 inline constexpr int kLocalKinds = 4;
 constexpr uint8_t kind_bit(LocalKind kind) { return static_cast<uint8_t>(1 << static_cast<int>(kind)); }
+inline constexpr uint8_t kAllKinds = (1 << kLocalKinds) - 1;
 constexpr LocalKind as_local(MemoryKind kind) { return static_cast<LocalKind>(kind); }
-
-// What a transport can do, asked before it is used: no virtual of an absent capability exists to be called.
-struct Capabilities {
-  const char* option;   // the name in EngineOptions::transports that allows it
-  bool same_process;    // reaches engines of this process only
-  bool same_host;       // reaches processes of this host only
-  bool read, write;     // directions it can carry at all
-  bool target_idle;     // the target's CPU takes no part in moving bytes
-  bool owner_revokes;   // the owner alone can end access; otherwise it needs the peer's release, or its death
-  bool carries_notify;  // can deliver the notification behind the data of a part by itself
-  // Kinds of *local* memory it reads and writes: kind_bit()s. What it reaches at the other side, open() says.
-  uint8_t local_kinds = kind_bit(LocalKind::host);
-  uint8_t takes() const {
-    return local_kinds | (local_kinds & kind_bit(LocalKind::cuda) ? kind_bit(LocalKind::cuda_on_nics) : 0);
-  }
-};
 
 // How one transport reaches one remote region; whatever it needs to know. Dropped with the RemoteRegion.
 class RemoteMemory {
@@ -79,7 +64,8 @@ struct OpenedRegion {
 class TransportEndpoint {
  public:
   virtual ~TransportEndpoint() = default;
-  virtual const Capabilities& capabilities() const = 0;
+  // Kinds of local memory that it reads and writes, kind_bit()s. What it reaches at the other side, open() says.
+  virtual uint8_t local_kinds() const { return kind_bit(LocalKind::host); }
   virtual std::string name() const = 0;  // what op->transport() says
   // Reaches the peer's ordinary memory (in no segment), by what is known now.
   virtual bool available() const = 0;

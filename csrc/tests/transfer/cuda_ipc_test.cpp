@@ -14,12 +14,6 @@ namespace {
 
 constexpr size_t kMiB = 1 << 20;
 
-bool eventually(const std::function<bool()>& yes) {
-  for (auto until = soon(10'000); !until.expired(); usleep(1000))
-    if (yes()) return true;
-  return false;
-}
-
 std::string told(Engine& engine, const PeerPtr& peer, const std::string& transport) {
   for (auto& path : engine.explain(peer).paths) {
     if (path.transport != transport) continue;

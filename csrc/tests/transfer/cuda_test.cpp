@@ -43,14 +43,6 @@ struct Device {
   }
 };
 
-bool eventually(const std::function<bool()>& yes) {
-  for (auto until = soon(10'000); !until.expired();) {
-    if (yes()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return false;
-}
-
 }  // namespace
 
 TEST_CASE("cuda: from every kind of local memory to every kind of remote memory, and back") {

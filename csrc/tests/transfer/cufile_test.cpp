@@ -231,7 +231,7 @@ TEST_CASE("cufile: a disk or a device that hangs: ops end by their deadline, and
       REQUIRE_OK(f.engine->deregister(f.device_region, soon()));
       REQUIRE_OK(f.engine->deregister(f.file_region, soon()));
       // Where the disk was the last to let go, what the region kept goes on another thread.
-      for (auto until = soon(); fake->pins != 0 && !until.expired();) usleep(1000);
+      CHECK(eventually([&] { return fake->pins == 0; }));
       CHECK(fake->pins == 0);
     }
   transfer::CuFileDriver::replace(nullptr);
@@ -249,7 +249,7 @@ TEST_CASE("cufile: a file whose region goes while it is being asked whether it c
     f.remote_file.reset();
     f.file_region.reset();
     fake->hang_open = false;  // it looks at the file, which is still there
-    for (auto until = soon(); !(fake->opens == 1 && fake->files == 0) && !until.expired();) usleep(1000);
+    CHECK(eventually([&] { return fake->opens == 1 && fake->files == 0; }));
     CHECK(fake->opens == 1);
     CHECK(fake->files == 0);
   }

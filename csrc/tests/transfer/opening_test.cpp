@@ -13,12 +13,6 @@ namespace {
 
 constexpr size_t kBytes = 64 << 10;
 
-bool eventually(const std::function<bool()>& yes) {
-  for (auto until = soon(10'000); !until.expired(); usleep(1000))
-    if (yes()) return true;
-  return yes();
-}
-
 // Holds threads of this process back at a failpoint. "transfer.open": all is mapped, and nobody has it yet.
 struct HeldAt {
   static inline std::string point;
@@ -42,10 +36,21 @@ struct HeldAt {
   }
 };
 
-using Opened = std::future<Result<RemoteRegionPtr>>;
-Opened open_later(TwoProcesses& two, const std::string& descriptor) {
-  return std::async(std::launch::async, [&two, descriptor] { return two.peer->open(descriptor, soon()); });
-}
+// An open of the child's region "r", held where all is mapped.
+struct HeldOpen {
+  explicit HeldOpen(TwoProcesses& two) : held("transfer.open") {
+    opened = std::async(std::launch::async, [&two, descriptor = two.child.make("r", kBytes, 1)] {
+      return two.peer->open(descriptor, soon());
+    });
+    held.wait();
+  }
+  Result<RemoteRegionPtr> go_on() {
+    held.go = true;
+    return opened.get();
+  }
+  HeldAt held;
+  std::future<Result<RemoteRegionPtr>> opened;
+};
 
 }  // namespace
 
@@ -53,15 +58,11 @@ TEST_CASE("a region deregistered while a peer maps it: the open fails, and the o
   for (Way way : {Way::segment, Way::cuda_ipc}) {
     CAPTURE(name_of(way));
     TwoProcesses two(way);
-    auto descriptor = two.child.make("r", kBytes, 1);
-    HeldAt held("transfer.open");
-    auto opened = open_later(two, descriptor);
-    held.wait();
+    HeldOpen open(two);
     auto busy = two.child.ask("deregister r 200");
     CHECK_MESSAGE(busy.rfind("BUSY", 0) == 0, busy);
     two.child.tell("deregister r 10000");
-    held.go = true;
-    auto remote = opened.get();
+    auto remote = open.go_on();
     REQUIRE_FALSE(remote.is_ok());
     CHECK_MESSAGE(remote.status().code() == Code::key_not_found, remote.status().to_string());
     CHECK(remote.status().message().find("deregistered") != std::string::npos);
@@ -75,13 +76,9 @@ TEST_CASE("a region deregistered while a peer opens it, with nothing mapped: the
   for (Way way : {Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma}) {
     CAPTURE(name_of(way));
     TwoProcesses two(way);
-    auto descriptor = two.child.make("r", kBytes, 1);
-    HeldAt held("transfer.open");
-    auto opened = open_later(two, descriptor);
-    held.wait();
+    HeldOpen open(two);
     CHECK(two.child.ask("deregister r 5000").rfind("OK", 0) == 0);
-    held.go = true;
-    auto remote = opened.get();
+    auto remote = open.go_on();
     if (!remote) {
       CHECK(remote.status().code() == Code::key_not_found);
       continue;
@@ -101,16 +98,12 @@ TEST_CASE("a peer closed while it opens a region: the open fails, and its owner 
   for (Way way : {Way::segment, Way::cuda_ipc}) {
     CAPTURE(name_of(way));
     TwoProcesses two(way);
-    auto descriptor = two.child.make("r", kBytes, 1);
-    HeldAt held("transfer.open");
-    auto opened = open_later(two, descriptor);
-    held.wait();
+    HeldOpen open(two);
     two.peer->close();
     CHECK(eventually([&] { return two.child.ask("sessions") == "0"; }));
     auto busy = two.child.ask("deregister r 200");
     CHECK_MESSAGE(busy.rfind("BUSY", 0) == 0, busy);  // nobody has said that it is given back
-    held.go = true;
-    auto remote = opened.get();
+    auto remote = open.go_on();
     REQUIRE_FALSE(remote.is_ok());
     CHECK_MESSAGE(remote.status().code() == Code::closed, remote.status().to_string());
     two.peer = must(two.engine->connect(two.child.address(), soon()));

@@ -121,6 +121,13 @@ inline EngineOptions options_over(std::shared_ptr<fake_verbs::FakeDriver> driver
 
 inline Deadline soon(int64_t ms = 20'000) { return Deadline::after_ms(ms); }
 
+template <typename F>
+bool eventually(F condition, int64_t ms = 20'000) {
+  for (auto until = soon(ms); !until.expired(); usleep(1000))
+    if (condition()) return true;
+  return condition();
+}
+
 template <typename T>
 T must(Result<T> result) {
   if (!result) FAIL(result.status().to_string());

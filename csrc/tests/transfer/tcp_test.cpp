@@ -14,13 +14,6 @@ constexpr size_t kMiB = 1 << 20;
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
-template <typename F>
-bool eventually(F condition, int64_t ms = 20'000) {
-  for (auto until = soon(ms); !until.expired(); sleep_ms(2))
-    if (condition()) return true;
-  return condition();
-}
-
 // Two engines, the second behind a proxy.
 struct Proxied {
   log::Level before = log::level();

@@ -68,29 +68,6 @@ void CudaEndpoint::attach(EngineImpl& engine) {
   });
 }
 
-const Capabilities& CudaEndpoint::capabilities() const {
-  constexpr uint8_t kLocal = (1 << kLocalKinds) - 1;
-  static constexpr Capabilities here{.option = "",
-                                     .same_process = true,
-                                     .same_host = true,
-                                     .read = true,
-                                     .write = true,
-                                     .target_idle = true,
-                                     .owner_revokes = true,
-                                     .carries_notify = false,
-                                     .local_kinds = kLocal};
-  static constexpr Capabilities mapped{.option = "shm",
-                                       .same_process = false,
-                                       .same_host = true,
-                                       .read = true,
-                                       .write = true,
-                                       .target_idle = true,
-                                       .owner_revokes = false,
-                                       .carries_notify = false,
-                                       .local_kinds = kLocal};
-  return ipc_ ? mapped : here;
-}
-
 std::string CudaEndpoint::why_no_ipc() const {
   if (EngineImpl::find(peer_.identity().engine)) return "the peer is an engine of this process";
   if (!peer_.same_host()) return "the peer is not on this host";
@@ -126,7 +103,7 @@ Result<RemoteMemoryPtr> CudaEndpoint::open(const OpenedRegion& opened, Direction
 Explanation CudaEndpoint::explain() const {
   Explanation out;
   out.transport = name();
-  out.option = capabilities().option;
+  out.option = ipc_ ? "shm" : "";
   out.serves = ipc_ ? "CUDA memory of the peer, mapped here" : "CUDA memory of this process";
   out.ordinary_memory = false;
   if (ipc_)

@@ -23,7 +23,7 @@ class CudaEndpoint final : public TransportEndpoint {
  public:
   CudaEndpoint(PeerImpl& peer, bool ipc) : peer_(peer), ipc_(ipc) {}
   static void attach(EngineImpl& engine);
-  const Capabilities& capabilities() const override;
+  uint8_t local_kinds() const override { return kAllKinds; }
   std::string name() const override { return ipc_ ? "cuda_ipc" : "cuda"; }
   bool available() const override { return false; }  // reaches no host memory
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;

@@ -6,19 +6,6 @@
 
 namespace torch_mooncake::transfer {
 
-const Capabilities& FileEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "",
-                                    .same_process = true,
-                                    .same_host = true,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = true,
-                                    .owner_revokes = true,
-                                    .carries_notify = false,
-                                    .local_kinds = kind_bit(LocalKind::host) | kind_bit(LocalKind::cuda)};
-  return can;
-}
-
 Result<RemoteMemoryPtr> FileEndpoint::open(const OpenedRegion& opened, Direction, Deadline) {
   return RegionHere::open(opened, MemoryKind::file);
 }

@@ -12,7 +12,7 @@ class PeerImpl;
 class FileEndpoint final : public TransportEndpoint {
  public:
   explicit FileEndpoint(PeerImpl& peer) : peer_(peer) {}
-  const Capabilities& capabilities() const override;
+  uint8_t local_kinds() const override { return kAllKinds & ~kind_bit(LocalKind::file); }
   std::string name() const override { return "file"; }
   bool available() const override { return false; }  // reaches no memory
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;

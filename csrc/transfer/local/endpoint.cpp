@@ -9,18 +9,6 @@
 
 namespace torch_mooncake::transfer {
 
-const Capabilities& LocalEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "local",
-                                    .same_process = true,
-                                    .same_host = true,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = true,
-                                    .owner_revokes = true,
-                                    .carries_notify = false};
-  return can;
-}
-
 bool LocalEndpoint::available() const {
   auto owner = EngineImpl::find(peer_.identity().engine);
   return owner && owner->allows("local");

@@ -10,7 +10,6 @@ class PeerImpl;
 class LocalEndpoint final : public TransportEndpoint {
  public:
   explicit LocalEndpoint(PeerImpl& peer) : peer_(peer) {}
-  const Capabilities& capabilities() const override;
   std::string name() const override { return "local"; }
   bool available() const override;
   Explanation explain() const override;

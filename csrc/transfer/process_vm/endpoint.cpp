@@ -21,18 +21,6 @@ void ProcessVmEndpoint::attach(EngineImpl& engine) {
   engine.handle(kPullCancel, forward(&ProcessVmEndpoint::on_pull_cancel));
 }
 
-const Capabilities& ProcessVmEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "shm",
-                                    .same_process = false,
-                                    .same_host = true,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = false,
-                                    .owner_revokes = true,
-                                    .carries_notify = true};
-  return can;
-}
-
 bool ProcessVmEndpoint::available() const {
   auto features = peer_.features();
   return peer_.same_host() && features.shm && peer_.we_read_peer_vm() && features.peer_reads_our_vm;

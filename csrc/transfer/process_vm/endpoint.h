@@ -19,7 +19,6 @@ class ProcessVmEndpoint final : public TransportEndpoint {
  public:
   explicit ProcessVmEndpoint(PeerImpl& peer) : peer_(peer) {}
   static void attach(EngineImpl& engine);
-  const Capabilities& capabilities() const override;
   std::string name() const override { return "process_vm"; }
   bool available() const override;
   Explanation explain() const override;

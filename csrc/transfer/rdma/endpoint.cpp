@@ -28,19 +28,6 @@ void RdmaEndpoint::attach(EngineImpl& engine) {
 
 RdmaEndpoint::~RdmaEndpoint() = default;
 
-const Capabilities& RdmaEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "rdma",
-                                    .same_process = false,
-                                    .same_host = false,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = true,
-                                    .owner_revokes = true,
-                                    .carries_notify = true,
-                                    .local_kinds = kind_bit(LocalKind::host) | kind_bit(LocalKind::cuda_on_nics)};
-  return can;
-}
-
 bool RdmaEndpoint::available() const {
   if (!peer_.features().rdma) return false;
   std::lock_guard lock(mutex_);

@@ -39,7 +39,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   explicit RdmaEndpoint(PeerImpl& peer) : peer_(peer) {}
   ~RdmaEndpoint() override;
   static void attach(EngineImpl& engine);
-  const Capabilities& capabilities() const override;
+  uint8_t local_kinds() const override { return kind_bit(LocalKind::host) | kind_bit(LocalKind::cuda_on_nics); }
   std::string name() const override { return "rdma"; }
   bool available() const override;
   Explanation explain() const override;

@@ -51,18 +51,6 @@ bool process_is_dead(int pidfd) {
 
 void SegmentEndpoint::attach(EngineImpl& engine) { engine.handle(kSegment, on_segment); }
 
-const Capabilities& SegmentEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "shm",
-                                    .same_process = false,
-                                    .same_host = true,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = true,
-                                    .owner_revokes = false,
-                                    .carries_notify = false};
-  return can;
-}
-
 Explanation SegmentEndpoint::explain() const {
   Explanation out{
       .transport = name(), .option = "shm", .serves = "regions in shared segments", .ordinary_memory = false};

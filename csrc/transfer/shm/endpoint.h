@@ -15,7 +15,6 @@ class SegmentEndpoint final : public TransportEndpoint {
  public:
   explicit SegmentEndpoint(PeerImpl& peer) : peer_(peer) {}
   static void attach(EngineImpl& engine);
-  const Capabilities& capabilities() const override;
   std::string name() const override { return "shm"; }
   bool available() const override { return false; }  // only for regions in a segment
   Explanation explain() const override;

@@ -15,30 +15,6 @@ void StageEndpoint::attach(EngineImpl& engine) {
   engine.handle(kStage, forward(&StageEndpoint::on_stage));
 }
 
-const Capabilities& StageEndpoint::capabilities() const {
-  constexpr uint8_t kDevices = kind_bit(LocalKind::file) | kind_bit(LocalKind::cuda);
-  constexpr uint8_t kAll = kDevices | kind_bit(LocalKind::host);
-  static constexpr Capabilities to_host{.option = "",
-                                        .same_process = false,
-                                        .same_host = false,
-                                        .read = true,
-                                        .write = true,
-                                        .target_idle = false,
-                                        .owner_revokes = true,
-                                        .carries_notify = false,
-                                        .local_kinds = kDevices};
-  static constexpr Capabilities to_devices{.option = "",
-                                           .same_process = false,
-                                           .same_host = false,
-                                           .read = true,
-                                           .write = true,
-                                           .target_idle = false,
-                                           .owner_revokes = true,
-                                           .carries_notify = false,
-                                           .local_kinds = kAll};
-  return host_ ? to_host : to_devices;
-}
-
 Result<RemoteMemoryPtr> StageEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
   if ((opened.descriptor.kind == MemoryKind::host) != host_) return RemoteMemoryPtr();
   if (host_) return RemoteMemoryPtr(std::make_shared<StageMemory>(nullptr));

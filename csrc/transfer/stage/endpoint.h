@@ -21,7 +21,7 @@ class StageEndpoint final : public TransportEndpoint {
   // `host`: for remote host memory (and local files and devices), else for remote files and devices.
   StageEndpoint(PeerImpl& peer, bool host) : peer_(peer), host_(host) {}
   static void attach(EngineImpl& engine);
-  const Capabilities& capabilities() const override;
+  uint8_t local_kinds() const override { return host_ ? kAllKinds & ~kind_bit(LocalKind::host) : kAllKinds; }
   std::string name() const override { return "staged"; }
   bool available() const override { return false; }  // host memory has better ways
   Result<RemoteMemoryPtr> open(const OpenedRegion& region, Direction direction, Deadline deadline) override;

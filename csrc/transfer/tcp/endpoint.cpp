@@ -34,18 +34,6 @@ void StreamEndpoint::attach(EngineImpl& engine) {
   engine.handle(kSmallRead, only_with_tcp(SmallPart::on_read));
 }
 
-const Capabilities& StreamEndpoint::capabilities() const {
-  static constexpr Capabilities can{.option = "tcp",
-                                    .same_process = false,
-                                    .same_host = false,
-                                    .read = true,
-                                    .write = true,
-                                    .target_idle = false,
-                                    .owner_revokes = true,
-                                    .carries_notify = true};
-  return can;
-}
-
 std::string StreamEndpoint::name() const { return peer_.session()->over_unix() ? "unix" : "tcp"; }
 
 Explanation StreamEndpoint::explain() const {

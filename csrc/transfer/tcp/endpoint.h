@@ -23,7 +23,6 @@ class StreamEndpoint final : public TransportEndpoint {
  public:
   explicit StreamEndpoint(PeerImpl& peer);
   static void attach(EngineImpl& engine);
-  const Capabilities& capabilities() const override;
   std::string name() const override;
   bool available() const override;
   Explanation explain() const override;

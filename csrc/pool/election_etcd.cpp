@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstring>
 
 #include "common/fd.h"
 #include "pool/election.h"
@@ -18,8 +19,16 @@ constexpr int64_t kAnswerMs = 2000;  // of one host
 constexpr size_t kAnswerBytes = 1 << 20;
 constexpr const char* kFolder = "torch_mooncake.pool";  // no engine's record has such a name
 
+struct Address {
+  sockaddr_storage at{};
+  socklen_t size = 0;
+  int protocol = 0;
+};
+
 struct Host {
   std::string name, port;
+  std::vector<Address> addresses = {};
+  bool failed = false;  // all of them
 };
 
 Status silent(const Host& host, const std::string& why) {
@@ -36,35 +45,55 @@ Status wait_for(int fd, short events, Deadline deadline, const Host& host) {
   }
 }
 
-Result<UniqueFd> dial(const Host& host, Deadline deadline) {
+// The time that is one's, of those that are still to have their turn.
+Deadline share(Deadline deadline, size_t left) {
+  return deadline.is_never() ? deadline
+                             : Deadline::at_ns(steady_ns() + deadline.remaining_ns() / static_cast<int64_t>(left));
+}
+
+// No deadline holds for a name that is looked up: once, and again only when all that was found has failed.
+Status resolve(Host& host) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
   if (const int error = ::getaddrinfo(host.name.c_str(), host.port.c_str(), &hints, &found); error != 0)
-    return silent(host, ::gai_strerror(error));
-  Status last = silent(host, "no address");
+    return host.addresses.empty() ? silent(host, ::gai_strerror(error)) : Status{};
+  host.addresses.clear();
   for (const addrinfo* a = found; a; a = a->ai_next) {
-    UniqueFd fd(::socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
-    if (!fd.valid()) continue;
-    if (::connect(fd.get(), a->ai_addr, a->ai_addrlen) != 0 && errno != EINPROGRESS) {
-      last = silent(host, "connection refused");
-      continue;
-    }
-    last = wait_for(fd.get(), POLLOUT, deadline, host);
-    int error = 0;
-    socklen_t size = sizeof error;
-    if (last.is_ok() && (::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0 || error != 0))
-      last = silent(host, "connection refused");
-    if (!last.is_ok()) continue;
-    ::freeaddrinfo(found);
-    return fd;
+    Address& address = host.addresses.emplace_back();
+    std::memcpy(&address.at, a->ai_addr, a->ai_addrlen);
+    address.size = a->ai_addrlen;
+    address.protocol = a->ai_protocol;
   }
   ::freeaddrinfo(found);
+  host.failed = false;
+  return {};
+}
+
+Result<UniqueFd> dial(Host& host, Deadline deadline) {
+  if (host.addresses.empty() || host.failed) TM_TRY(resolve(host));
+  Status last = silent(host, "no address");
+  for (size_t left = host.addresses.size(); left > 0; --left) {
+    const Address& address = host.addresses[0];  // the one that has answered last
+    UniqueFd fd(::socket(address.at.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, address.protocol));
+    const auto* to = reinterpret_cast<const sockaddr*>(&address.at);
+    if (fd.valid() && (::connect(fd.get(), to, address.size) == 0 || errno == EINPROGRESS)) {
+      const Status done = wait_for(fd.get(), POLLOUT, share(deadline, left), host);
+      int error = 0;
+      socklen_t size = sizeof error;
+      if (done.is_ok() && ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0) return fd;
+      last = done.is_ok() ? silent(host, "connection refused") : done;
+    } else if (fd.valid()) {
+      last = silent(host, "connection refused");
+    }
+    std::rotate(host.addresses.begin(), host.addresses.begin() + 1, host.addresses.end());
+  }
+  host.failed = true;
   return last;
 }
 
 // HTTP 1.0: the answer ends with the connection, and comes in one piece.
-Result<std::string> post(const Host& host, const std::string& path, const std::string& body, Deadline deadline) {
+Result<std::string> post(Host& host, const std::string& path, const std::string& body, Deadline deadline) {
   deadline = min(deadline, Deadline::after_ms(kAnswerMs));
   TM_ASSIGN(UniqueFd fd, dial(host, deadline));
   const std::string request = "POST /v3/" + path + " HTTP/1.0\r\nHost: " + host.name +
@@ -180,7 +209,7 @@ class EtcdElection final : public Election {
   Result<std::string> ask(const std::string& path, const std::string& body, Deadline deadline) {
     Result<std::string> answer = Status(Code::io, "no host");
     for (size_t i = 0; i < hosts_.size(); ++i) {
-      answer = post(hosts_[0], path, body, deadline);
+      answer = post(hosts_[0], path, body, share(deadline, hosts_.size() - i));
       if (answer.is_ok() || answer.status().code() != Code::io) return answer;
       std::rotate(hosts_.begin(), hosts_.begin() + 1, hosts_.end());
       if (deadline.expired()) break;

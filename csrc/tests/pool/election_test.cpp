@@ -2,7 +2,12 @@
 #include "pool/election.h"
 
 #include <doctest/doctest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
+#include <thread>
+
+#include "common/fd.h"
 #include "pool/election_text.h"
 
 using namespace torch_mooncake;
@@ -50,4 +55,34 @@ TEST_CASE("an etcd that is not there: io, by the deadline") {
   REQUIRE(election.is_ok());
   CHECK((*election)->leader(Deadline::after_ms(5000)).status().code() == Code::io);
   CHECK((*election)->campaign({}, Deadline::after_ms(5000)).status().code() == Code::io);
+}
+
+TEST_CASE("a host that is silent leaves the others their time") {
+  UniqueFd listening[2];
+  std::string url = "etcd://";
+  for (UniqueFd& fd : listening) {
+    fd = UniqueFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof at;
+    REQUIRE(::bind(fd.get(), reinterpret_cast<sockaddr*>(&at), sizeof at) == 0);
+    REQUIRE(::listen(fd.get(), 8) == 0);
+    REQUIRE(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&at), &size) == 0);
+    url += (url.ends_with('/') ? "" : ",") + ("127.0.0.1:" + std::to_string(ntohs(at.sin_port)));
+  }
+  std::thread answering([&] {  // the second, once: no key is there
+    UniqueFd peer(::accept(listening[1].get(), nullptr, nullptr));
+    char request[4096];
+    const std::string answer = "HTTP/1.0 200 OK\r\n\r\n{}";
+    if (peer.valid() && ::recv(peer.get(), request, sizeof request, 0) > 0)
+      (void)::send(peer.get(), answer.data(), answer.size(), MSG_NOSIGNAL);
+  });
+  auto election = open_election(url);
+  REQUIRE(election.is_ok());
+  auto leader = (*election)->leader(Deadline::after_ms(3000));
+  ::shutdown(listening[1].get(), SHUT_RDWR);
+  answering.join();
+  REQUIRE_MESSAGE(leader.is_ok(), leader.status().to_string());
+  CHECK_FALSE(leader->has_value());
 }

@@ -122,17 +122,17 @@ Result<ObjectPtr> ClientImpl::locate(std::string_view key, const GetOptions& opt
   return object;
 }
 
-Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries,
-                                      Deadline deadline, bool peek) {
+ClientImpl::Silent ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries,
+                                                  Deadline deadline, bool peek) {
   std::map<NodeId, std::vector<std::pair<Place*, const std::string*>>> wanted;
   for (size_t i = 0; i < entries.size(); ++i)
     for (Place& place : entries[i].places)
       if (!place.description) wanted[place.at.node].emplace_back(&place, &keys[i]);
-  Status last;
+  Silent silent;
   for (auto& [id, places] : wanted) {
     auto node = link(id, deadline);
     if (!node.is_ok()) {
-      last = node.status();
+      silent[id] = node.status();
       continue;
     }
     for (size_t at = 0; at < places.size();) {
@@ -143,13 +143,20 @@ Status ClientImpl::describe_elsewhere(std::span<const std::string> keys, std::ve
       call.peek = peek;
       auto answer = (*node)->call<DescribeAnswer>(kDescribe, call, deadline);
       if (!answer.is_ok() || answer->descriptions.empty() || answer->descriptions.size() > call.extents.size()) {
-        last = answer.is_ok() ? Status(Code::internal, "describe: wrong number of answers") : answer.status();
+        silent[id] = answer.is_ok() ? Status(Code::internal, "describe: wrong number of answers") : answer.status();
         break;
       }
       for (auto& d : answer->descriptions) places[at++].first->description = std::move(d);
     }
   }
-  return last;
+  return silent;
+}
+
+// Why a part of it was not described; ok: whoever has it answered, and it was not there.
+Status ClientImpl::why_silent(const LookupEntry& entry, const Silent& silent) {
+  for (const Place& place : entry.places)
+    if (const auto it = silent.find(place.at.node); it != silent.end() && !place.description) return it->second;
+  return {};
 }
 
 // What has gone between the home's answer and the donor's is looked up again, as is what a silent donor holds and what
@@ -193,7 +200,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::build_once(std::span<const std::strin
     for (const auto& [id, link] : links_)
       if (link->mapped() && link->alive()) mapped[id] = link;
   }
-  const Status elsewhere = describe_elsewhere(keys, entries, deadline);
+  const Silent silent = describe_elsewhere(keys, entries, deadline);
   for (size_t i = 0; i < keys.size(); ++i) {
     LookupEntry& e = entries[i];
     if (!e.found) {
@@ -231,10 +238,11 @@ std::vector<Result<ObjectPtr>> ClientImpl::build_once(std::span<const std::strin
       again->push_back(i);
       const bool waits = std::any_of(e.places.begin(), e.places.end(),
                                      [](const Place& p) { return !p.description && p.at.tier == Tier::ssd; });
+      const Status why = why_silent(e, silent);
       out.emplace_back(
-          waits ? Status(Code::pool_full, "key '" + keys[i] + "' is on an SSD, and no memory was free for it")
-          : elsewhere.is_ok() ? missing(keys[i])
-                              : elsewhere.with("key '" + keys[i] + "'"));
+          !why.is_ok() ? why.with("key '" + keys[i] + "'")
+          : waits      ? Status(Code::pool_full, "key '" + keys[i] + "' is on an SSD, and no memory was free for it")
+                       : missing(keys[i]));
       continue;
     }
     for (size_t p = 0; p < object->parts_.size(); ++p) {

@@ -142,8 +142,11 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Status read(const ObjectPtr& object, uint64_t offset, std::span<const iovec> out, std::set<NodeId>& gone,
               Deadline deadline);
   Result<MappedObject> map(const ObjectPtr& object, bool read_only, std::set<NodeId>& gone, Deadline deadline);
-  Status describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline,
+  // Of nodes that did not answer: why.
+  using Silent = std::map<NodeId, Status>;
+  Silent describe_elsewhere(std::span<const std::string> keys, std::vector<LookupEntry>& entries, Deadline deadline,
                             bool peek = false);
+  static Status why_silent(const LookupEntry& entry, const Silent& silent);
   static Result<std::vector<std::vector<ReadRange>>> split(const ObjectImpl& object, std::span<const ReadRange> ranges);
   Status read_part(const ObjectPart& part, std::span<const ReadRange> ranges, std::span<const iovec> memory,
                    std::set<NodeId>& gone, Deadline deadline);

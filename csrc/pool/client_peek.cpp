@@ -62,6 +62,10 @@ std::vector<Result<ObjectPtr>> ClientImpl::peek_many(std::span<const std::string
   std::vector<size_t> left(keys.size());
   std::iota(left.begin(), left.end(), size_t{0});
   for (int attempt = 0; !left.empty() && attempt < kAttempts && usable().is_ok(); ++attempt) {
+    if (attempt > 0) {
+      timespec pause{0, 20'000'000};
+      nanosleep(&pause, nullptr);
+    }
     std::vector<std::string> some;
     for (size_t i : left) some.push_back(keys[i]);
     auto entries = look_up(some, {}, deadline);
@@ -69,7 +73,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::peek_many(std::span<const std::string
       for (size_t i : left) out[i] = entries.status();
       return out;
     }
-    const Status failed = describe_elsewhere(some, *entries, deadline, /*peek=*/true);
+    const Silent silent = describe_elsewhere(some, *entries, deadline, /*peek=*/true);
     std::set<NodeId> here;
     {
       std::lock_guard lock(mutex_);
@@ -80,13 +84,17 @@ std::vector<Result<ObjectPtr>> ClientImpl::peek_many(std::span<const std::string
     for (size_t n = 0; n < left.size(); ++n) {
       LookupEntry& e = (*entries)[n];
       auto object = e.found ? object_of(some[n], e, here) : nullptr;
+      const Status why = why_silent(e, silent);
+      const std::string key = "key '" + some[n] + "'";
       if (object) {
         out[left[n]] = ObjectPtr(std::move(object));
-      } else if (e.found && !failed.is_ok()) {
-        out[left[n]] = failed.with("key '" + some[n] + "'");
+      } else if (!e.found) {
+        out[left[n]] = Status(Code::key_not_found, key);
+      } else if (!why.is_ok()) {
+        out[left[n]] = why.with(key);
       } else {
-        out[left[n]] = Status(Code::key_not_found, "key '" + some[n] + "'");
-        if (e.found) again.push_back(left[n]);
+        out[left[n]] = Status(Code::pool_unavailable, key + " was replaced whenever it was looked at");
+        again.push_back(left[n]);
       }
     }
     left = std::move(again);

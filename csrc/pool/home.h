@@ -130,13 +130,13 @@ class TM_API Home {
   void unwatch(RequestId request);
 
   // Copies (home_copies.cpp). A key that has lost a replica with its donor, or that turns out in a rebuild to have
-  // fewer than it was put with, is told by take_short(), once; missing() says what it lacks then, not counting what
-  // `leaving` has. only_on(): keys that lack something without that donor.
+  // fewer than it was put with, is told by take_short(), once; missing() says what it lacks then; with donors that are
+  // `leaving`: what would be lost with all of them. only_on(): such keys that `node` has something of.
   std::vector<KeyHash> take_short(size_t limit);
   void short_again(const KeyHash& hash) { short_.insert(hash); }
   size_t short_keys() const { return short_.size(); }
-  std::vector<MissingCopy> missing(const KeyHash& hash, const NodeId* leaving = nullptr) const;
-  std::vector<KeyHash> only_on(const NodeId& leaving) const;
+  std::vector<MissingCopy> missing(const KeyHash& hash, const std::set<NodeId>& leaving = {}) const;
+  std::vector<KeyHash> only_on(const NodeId& node, const std::set<NodeId>& leaving) const;
   // A copy that was made, PREPARED: CommitDone when it is one of the object's replicas, or was dropped.
   void add_copy(RequestId request, const MissingCopy& of, const ReplicaRef& copy, const TxnId& txn,
                 std::optional<uint32_t> crc32c);

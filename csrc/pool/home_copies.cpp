@@ -14,20 +14,20 @@ std::vector<KeyHash> Home::take_short(size_t limit) {
   return out;
 }
 
-std::vector<MissingCopy> Home::missing(const KeyHash& hash, const NodeId* leaving) const {
+std::vector<MissingCopy> Home::missing(const KeyHash& hash, const std::set<NodeId>& leaving) const {
   std::vector<MissingCopy> out;
   const Index::Ref e = entries_.find(hash);
-  if (!e || expired(e) || (!leaving && e.replicas() <= 1)) return out;
+  if (!e || expired(e) || (leaving.empty() && e.replicas() <= 1)) return out;
   std::map<uint32_t, MissingCopy> parts;
   std::map<uint32_t, size_t> stays;
   for (size_t i = 0; i < e.spots(); ++i) {
     const Spot spot = e.spot(i);
     const NodeId& node = donors_[spot.donor].id;
     parts[spot.part].from.push_back({node, spot.extent, spot.tier});
-    stays[spot.part] += !leaving || node != *leaving;
+    stays[spot.part] += !leaving.count(node);
   }
   for (auto& [part, missing] : parts) {
-    if (stays[part] >= (leaving ? 1 : e.replicas())) continue;
+    if (stays[part] >= (leaving.empty() ? e.replicas() : 1)) continue;
     missing.hash = hash;
     missing.version = e.version();
     missing.part = part;
@@ -36,14 +36,14 @@ std::vector<MissingCopy> Home::missing(const KeyHash& hash, const NodeId* leavin
   return out;
 }
 
-std::vector<KeyHash> Home::only_on(const NodeId& leaving) const {
+std::vector<KeyHash> Home::only_on(const NodeId& node, const std::set<NodeId>& leaving) const {
   std::vector<KeyHash> out;
-  const auto donor = donor_index(leaving);
+  const auto donor = donor_index(node);
   if (!donor) return out;
   entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {
     for (size_t i = 0; i < e.spots(); ++i) {
       if (e.spot(i).donor != *donor) continue;
-      if (!missing(hash, &leaving).empty()) out.push_back(hash);
+      if (!missing(hash, leaving).empty()) out.push_back(hash);
       return;
     }
   });

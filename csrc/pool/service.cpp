@@ -327,8 +327,10 @@ Status NodeServiceImpl::drain(Deadline deadline) {
     draining_ = true;
     if (!leader_) publish_counted(*table_map_, 0);  // from here on the leader may give its keys to others
   });
+  // One that is stopped must not cost the others' time.
+  const Deadline writers = Deadline::at_ns(steady_ns() + deadline.remaining_ns() / 3);
   size_t open = 1;
-  while (open && !deadline.expired()) {
+  while (open && !writers.expired()) {
     if (!strand_.run_and_wait([&] { open = donor_->prepared().size(); })) break;
     if (open && !sleep_ms(10)) break;
   }

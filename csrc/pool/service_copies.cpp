@@ -18,7 +18,16 @@ constexpr size_t kAtOnce = 4;
 constexpr size_t kLookedAt = 64;             // keys that are taken up at once
 constexpr int64_t kCopyMs = 60'000;          // of one object
 constexpr int64_t kParkNs = 10'000'000'000;  // until a copy that found no room is tried again
+constexpr size_t kTries = 3;                 // again, of one that has been lost while it was made
 constexpr size_t kSources = 16;
+constexpr int64_t kAskAgainMs = 250;
+constexpr int64_t kAloneNs = 3'000'000'000;  // nobody leads for so long: who could, leaves too
+
+// A leader that has just changed, or is about to.
+bool passes(const Status& s) {
+  return s.code() == Code::pool_unavailable || s.code() == Code::peer_lost || s.code() == Code::closed ||
+         s.code() == Code::key_not_found || s.code() == Code::deadline_exceeded;
+}
 
 }  // namespace
 
@@ -27,7 +36,7 @@ constexpr size_t kSources = 16;
 void NodeServiceImpl::tick_copies(int64_t now_ns) {
   std::vector<NodeId> late;
   for (const auto& [node, evacuation] : evacuations_)
-    if (evacuation.deadline_ns <= now_ns || (node != self_.id && !members_.count(node))) late.push_back(node);
+    if (evacuation->deadline_ns <= now_ns || (node != self_.id && !members_.count(node))) late.push_back(node);
   for (const NodeId& node : late) evacuation_over(node);
   if (!parked_.empty() && now_ns >= parked_until_ns_) retry_copies();
   start_copies();
@@ -41,20 +50,31 @@ void NodeServiceImpl::retry_copies() {
 void NodeServiceImpl::take_up_copies() {
   std::vector<NodeId> over;
   for (auto& [node, evacuation] : evacuations_) {
-    for (size_t n = 0; n < kLookedAt && !evacuation.keys.empty(); ++n) {
-      for (MissingCopy& what : home_->missing(evacuation.keys.back(), &node)) {
-        ++evacuation.open;
-        to_copy_.push_back(std::make_shared<Copying>(Copying{std::move(what), node, {}}));
+    for (size_t n = 0; n < kLookedAt && !evacuation->keys.empty(); ++n) {
+      for (MissingCopy& what : home_->missing(evacuation->keys.back(), going_)) {
+        ++evacuation->open;
+        queue_copy(std::move(what), evacuation, 0);
       }
-      evacuation.keys.pop_back();
+      evacuation->keys.pop_back();
     }
-    if (evacuation.keys.empty() && evacuation.open == 0) over.push_back(node);
+    if (evacuation->keys.empty() && evacuation->open == 0) over.push_back(node);
   }
   for (const NodeId& node : over) evacuation_over(node);
   if (!to_copy_.empty()) return;
   for (const KeyHash& hash : home_->take_short(kLookedAt))
-    for (MissingCopy& what : home_->missing(hash))
-      to_copy_.push_back(std::make_shared<Copying>(Copying{std::move(what), {}, {}}));
+    for (MissingCopy& what : home_->missing(hash)) queue_copy(std::move(what), nullptr, 0);
+}
+
+// Each time from another of the copies there are.
+void NodeServiceImpl::queue_copy(MissingCopy what, const EvacuationPtr& evacuation, size_t tries) {
+  auto copy = std::make_shared<Copying>();
+  copy->sources = what.from;
+  std::rotate(copy->sources.begin(), copy->sources.begin() + static_cast<ptrdiff_t>(tries % what.from.size()),
+              copy->sources.end());
+  copy->what = std::move(what);
+  copy->evacuation = evacuation;
+  copy->tries = tries;
+  to_copy_.push_back(std::move(copy));
 }
 
 void NodeServiceImpl::start_copies() {
@@ -76,15 +96,16 @@ const NodeInfo* NodeServiceImpl::place_for(const Copying& copy) const {
   std::set<std::string> hosts;
   for (const NodeInfo* node : nodes)
     for (const ReplicaRef& there : copy.what.from)
-      if (there.node == node->id && copy.leaving != node->id) hosts.insert(node->host_id);
+      if (there.node == node->id && !going_.count(node->id)) hosts.insert(node->host_id);
   const auto free_bytes = [&](const NodeInfo* node) {
     const uint64_t used = node == &self_ ? donor_->stats().used_bytes : node->used_bytes;
     return node->limit_bytes - std::min(node->limit_bytes, used);
   };
   const NodeInfo* best = nullptr;
   for (const NodeInfo* node : nodes) {
-    if (hosts.count(node->host_id) || copy.tried.count(node->id) || leaving_.count(node->id) ||
-        evacuations_.count(node->id) || (node == &self_ && draining_))
+    const auto failed = copy.failed.find(node->id);
+    if (hosts.count(node->host_id) || leaving_.count(node->id) || going_.count(node->id) ||
+        (failed != copy.failed.end() && failed->second >= copy.sources.size()) || (node == &self_ && draining_))
       continue;
     if (!best || free_bytes(node) > free_bytes(best)) best = node;
   }
@@ -92,31 +113,36 @@ const NodeInfo* NodeServiceImpl::place_for(const Copying& copy) const {
 }
 
 void NodeServiceImpl::start_copy(std::shared_ptr<Copying> copy) {
+  std::erase_if(copy->sources,
+                [&](const ReplicaRef& there) { return there.node != self_.id && !members_.count(there.node); });
   const NodeInfo* to = place_for(*copy);
+  if (!to || copy->sources.empty()) {
+    copy->nowhere = true;
+    return copy_over(copy, copy->last, 0);
+  }
+  const ReplicaRef from = copy->sources.front();
   CopyCall call;
   call.view = home_->view();
   call.shard = shard_of(copy->what.hash);
-  const NodeInfo* from = nullptr;
-  for (const ReplicaRef& there : copy->what.from) {
-    const auto member = members_.find(there.node);
-    if (there.node == self_.id) from = &self_;
-    if (member != members_.end()) from = &member->second.info;
-    if (!from) continue;
-    call.from = *from;
-    call.extent = there.extent;
-    break;
-  }
-  if (!to || !from) return copy_over(copy, copy->last, 0);
+  call.from = from.node == self_.id ? self_ : members_.at(from.node).info;
+  call.extent = from.extent;
   copy->at = to->id;
-  copy->tried.insert(to->id);
   CopyDone done = [this, copy, reign = reign_](const Result<CopyAnswer>& made) {
     still_leads();
     if (!home_ || reign != reign_) return;
     home_->at(steady_ns());
     if (!made.is_ok()) {
       copy->last = made.status();
-      if (copy->last.code() == Code::key_not_found) return copy_over(copy, copy->last, 0);  // it has changed, or gone
-      return start_copy(copy);                                                              // elsewhere
+      const Code code = copy->last.code();
+      if (code == Code::key_not_found) return copy_over(copy, copy->last, 0);  // it has changed, or gone from there
+      // From another, if it may be the source's fault; elsewhere, if it is the target's, or all have failed.
+      auto& sources = copy->sources;
+      std::rotate(sources.begin(), sources.begin() + 1, sources.end());
+      if (code == Code::corrupt)
+        sources.pop_back();
+      else
+        copy->failed[copy->at] += code == Code::pool_full ? sources.size() : 1;
+      return start_copy(copy);
     }
     const RequestId request = next_request_++;
     commits_[request] = [this, copy, nbytes = made->nbytes](const Result<CommitAnswer>& joined) {
@@ -135,25 +161,36 @@ void NodeServiceImpl::start_copy(std::shared_ptr<Copying> copy) {
                                     });
 }
 
+// What it was for may be missing still, whatever became of it: one end has lost it, or leaves too. Then it is made
+// again, a few times; what has no place waits, or is left behind.
 void NodeServiceImpl::copy_over(const std::shared_ptr<Copying>& copy, const Status& status, uint64_t nbytes) {
+  if (!home_) return;  // this node leads no more
   --copying_;
-  const bool needless = status.code() == Code::key_not_found || status.code() == Code::key_exists;
-  if (copy->leaving) {
-    if (const auto it = evacuations_.find(*copy->leaving); it != evacuations_.end()) {
-      Evacuated& result = it->second.result;
-      if (status.is_ok()) {
+  const EvacuationPtr& evacuation = copy->evacuation;
+  auto missing = home_->missing(copy->what.hash, evacuation ? going_ : std::set<NodeId>{});
+  std::erase_if(missing, [&](const MissingCopy& what) { return what.part != copy->what.part; });
+  const bool again = !missing.empty() && !copy->nowhere && copy->tries < kTries;
+  if (evacuation) {
+    if (evacuation->over) {
+      // Told already.
+    } else if (again) {
+      queue_copy(std::move(missing[0]), evacuation, copy->tries + 1);
+    } else {
+      Evacuated& result = evacuation->result;
+      if (!missing.empty()) {
+        ++result.left;
+        result.why = status.is_ok() ? "where it was moved to leaves too" : status.message().substr(0, kMaxTextBytes);
+      } else if (status.is_ok()) {
         ++result.moved;
         result.moved_bytes += nbytes;
-      } else if (!needless) {
-        ++result.left;
-        result.why = status.message().substr(0, kMaxTextBytes);
       }
-      --it->second.open;
-      if (it->second.keys.empty() && it->second.open == 0) evacuation_over(*copy->leaving);
+      if (--evacuation->open == 0 && evacuation->keys.empty()) evacuation_over(evacuation->node);
     }
   } else if (status.is_ok()) {
     home_->short_again(copy->what.hash);  // it may lack more than one
-  } else if (!needless) {
+  } else if (again) {
+    queue_copy(std::move(missing[0]), nullptr, copy->tries + 1);
+  } else if (!missing.empty()) {
     if (parked_.empty()) parked_until_ns_ = steady_ns() + kParkNs;
     parked_.insert(copy->what.hash);
   }
@@ -168,10 +205,11 @@ void NodeServiceImpl::copy_over(const std::shared_ptr<Copying>& copy, const Stat
 }
 
 void NodeServiceImpl::end_copies(const Status& why) {
+  while (!evacuations_.empty()) evacuation_over(evacuations_.begin()->first, why);
   copying_ = 0;
   to_copy_.clear();
   parked_.clear();
-  for (auto& [node, evacuation] : std::exchange(evacuations_, {})) evacuation.done(why);
+  going_.clear();
 }
 
 void NodeServiceImpl::on_evacuate(const rpc::SessionPtr& session, EvacuateCall call, ResponderPtr responder) {
@@ -186,21 +224,29 @@ void NodeServiceImpl::on_evacuate(const rpc::SessionPtr& session, EvacuateCall c
 
 void NodeServiceImpl::start_evacuation(const NodeId& node, int64_t deadline_ns,
                                        std::function<void(const Result<Evacuated>&)> done) {
+  if (evacuations_.count(node)) evacuation_over(node, {Code::pool_unavailable, "this node has asked again"});
+  going_.insert(node);
   if (!home_->complete()) return done(Status(Code::pool_unavailable, "the directory is being rebuilt"));
-  Evacuation& evacuation = evacuations_[node];
-  evacuation = {{}, home_->only_on(node), 0, deadline_ns, std::move(done)};
-  if (evacuation.keys.empty()) return evacuation_over(node);
+  auto evacuation = std::make_shared<Evacuation>();
+  evacuation->node = node;
+  evacuation->keys = home_->only_on(node, going_);
+  evacuation->deadline_ns = deadline_ns;
+  evacuation->done = std::move(done);
+  evacuations_[node] = evacuation;
+  if (evacuation->keys.empty()) return evacuation_over(node);
   start_copies();
 }
 
-void NodeServiceImpl::evacuation_over(const NodeId& node) {
-  auto evacuation = std::move(evacuations_.extract(node).mapped());
-  std::erase_if(to_copy_, [&](const auto& copy) { return copy->leaving == node; });
-  if (evacuation.open + evacuation.keys.size() > 0) {
-    evacuation.result.left += evacuation.open + evacuation.keys.size();
-    evacuation.result.why = "there was no more time";
+void NodeServiceImpl::evacuation_over(const NodeId& node, const Status& why) {
+  const EvacuationPtr evacuation = std::move(evacuations_.extract(node).mapped());
+  evacuation->over = true;
+  std::erase_if(to_copy_, [&](const auto& copy) { return copy->evacuation == evacuation; });
+  if (!why.is_ok()) return evacuation->done(why);
+  if (const size_t late = evacuation->open + evacuation->keys.size(); late > 0) {
+    evacuation->result.left += late;
+    evacuation->result.why = "there was no more time";
   }
-  evacuation.done(evacuation.result);
+  evacuation->done(evacuation->result);
 }
 
 // --- the donor ---
@@ -340,10 +386,8 @@ void NodeServiceImpl::on_export(const rpc::SessionPtr&, ExportCall call, Respond
 
 // --- a node that leaves ---
 
-void NodeServiceImpl::evacuate(Deadline deadline) {
-  const auto timeout_ms =
-      static_cast<uint32_t>(std::clamp<int64_t>(deadline.remaining_ns() / 1'000'000, 0, 86'400'000));
-  Result<Evacuated> result = Evacuated{};
+// Of whoever leads at this moment.
+Result<Evacuated> NodeServiceImpl::ask_to_evacuate(Deadline deadline) {
   rpc::SessionPtr leader;
   struct Over {
     std::mutex mutex;
@@ -351,11 +395,13 @@ void NodeServiceImpl::evacuate(Deadline deadline) {
     std::optional<Result<Evacuated>> result;
   };
   auto over = std::make_shared<Over>();
-  bool leads = false;
+  bool leads = false, empty = false;
   strand_.run_and_wait([&] {
+    const DonorStats stats = donor_->stats();
+    empty = stats.extents + stats.prepared_extents == 0;
     leader = leader_session_;
-    leads = leader_ && election_ && donor_->stats().extents > 0;
-    if (!leads) return;
+    leads = leader_;
+    if (!leads || !election_ || empty) return;
     start_evacuation(self_.id, deadline.ns(), [over](const Result<Evacuated>& r) {
       std::lock_guard lock(over->mutex);
       over->result = r;
@@ -363,25 +409,35 @@ void NodeServiceImpl::evacuate(Deadline deadline) {
     });
     pump();
   });
+  if (empty) return Evacuated{};
   if (leads) {
+    if (!election_) return {Code::unsupported, "the pool ends with its leader"};
     std::unique_lock lock(over->mutex);
     while (!over->result && !closing_) over->cv.wait_for(lock, std::chrono::milliseconds(100));
-    if (!over->result) return;
-    result = *over->result;
-  } else if (leader) {
-    auto reply = leader->call_sync(kEvacuate, encode(EvacuateCall{self_.id, timeout_ms}),
-                                   Deadline::at_ns(deadline.ns() + kBeatMs * 2'000'000));
-    result = reply.is_ok() ? decode<Evacuated>(reply->body) : Result<Evacuated>(reply.status());
+    return over->result ? *over->result : Status(Code::closed, "closing");
+  }
+  if (!leader) return {Code::pool_unavailable, "there is no leader"};
+  EvacuateCall call{self_.id, 0};
+  call.timeout_ms = static_cast<uint32_t>(std::clamp<int64_t>(deadline.remaining_ns() / 1'000'000, 0, 86'400'000));
+  TM_ASSIGN(auto reply,
+            leader->call_sync(kEvacuate, encode(call), Deadline::at_ns(deadline.ns() + kBeatMs * 2'000'000)));
+  return decode<Evacuated>(reply.body);
+}
+
+void NodeServiceImpl::evacuate(Deadline deadline) {
+  auto result = ask_to_evacuate(deadline);
+  while (!result.is_ok() && passes(result.status()) && !deadline.expired()) {
+    const int64_t alone_ns = alone_since_ns_;
+    if ((alone_ns && steady_ns() > alone_ns + kAloneNs) || !sleep_ms(kAskAgainMs)) break;
+    result = ask_to_evacuate(deadline);
   }
   Evacuated told = result.is_ok() ? *result : Evacuated{};
   strand_.run_and_wait([&] {
     if (!result.is_ok()) told = {0, 0, donor_->stats().extents, result.status().message().substr(0, kMaxTextBytes)};
-    if (!leads && !leader)
-      told = {0, 0, donor_->stats().extents, leader_ ? "the pool ends with its leader" : "there is no leader"};
     evacuated_ = told;
     for (const ResponderPtr& responder : std::exchange(ask_evacuated_, {})) responder->ok(encode(told));
   });
-  if (told.left > 0 && (leader || election_))
+  if (told.left > 0 && result.status().code() != Code::unsupported)
     log::warning("pool", std::to_string(told.left) + " object(s) could not be moved to other nodes: " + told.why);
 }
 

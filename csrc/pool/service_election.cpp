@@ -37,6 +37,7 @@ void NodeServiceImpl::election_thread() {
 Status NodeServiceImpl::take_part() {
   TM_ASSIGN(auto leader, election_->leader(Deadline::after_ms(kAskMs)));
   if (leader && leader->node != self_.id) {
+    alone_since_ns_ = 0;
     Status last(Code::peer_lost, "the leader listens on no address that can be reached from here");
     for (const std::string& address : leader->addresses) {
       if (address.starts_with("unix://")) continue;  // its host's
@@ -45,8 +46,15 @@ Status NodeServiceImpl::take_part() {
     }
     return last;
   }
-  if (leader) TM_TRY(election_->end_seen(Deadline::after_ms(kAskMs)));  // an earlier worker of ours
-  if (draining_) return {};
+  if (leader) {  // an earlier worker of ours
+    // Who leads next need not wait for us for as long as clients would believe what that one has told them.
+    publish_counted(*table_map_, 0);
+    TM_TRY(election_->end_seen(Deadline::after_ms(kAskMs)));
+  }
+  if (draining_) {
+    if (alone_since_ns_ == 0) alone_since_ns_ = steady_ns();
+    return {};
+  }
   Leader self{self_.id, self_.incarnation, self_.addresses};
   TM_ASSIGN(auto won, election_->campaign(self, Deadline::after_ms(kAskMs)));
   return won ? lead(*won) : Status{};
@@ -71,6 +79,7 @@ Status NodeServiceImpl::lead(const Election::Won& won) {
     next_ns = sent_ns + kBeatMs * 1'000'000;
     auto until = election_->renew(Deadline::after_ms(kAskMs));
     over = until.status().code() == Code::io ? Status{} : until.status();
+    if (std::exchange(note_failed_, false)) ask_to_note();
     strand_.run_and_wait([&] {
       if (until.is_ok()) lead_until(*until, sent_ns);
       still_leads();
@@ -102,6 +111,7 @@ Status NodeServiceImpl::note_view() {
     up_to = last_change_;
   });
   const Status noted = election_->note(view, Deadline::after_ms(kAskMs));
+  note_failed_ = !noted.is_ok();  // again with the next beat
   if (noted.code() == Code::key_not_found) return noted;
   strand_.run_and_wait([&] {
     while (noted.is_ok() && leader_ && !unnoted_.empty() && unnoted_.front().first <= up_to) {
@@ -109,16 +119,22 @@ Status NodeServiceImpl::note_view() {
       unnoted_.pop_front();
       apply();
     }
-    if (!unnoted_.empty()) ask_to_note();
+    if (noted.is_ok() && !unnoted_.empty()) ask_to_note();
     if (home_) pump();
   });
   return {};
 }
 
 void NodeServiceImpl::ask_to_note() {
+  if (!election_) return;
   std::lock_guard lock(sleep_mutex_);
   to_note_ = true;
   sleep_cv_.notify_all();
+}
+
+void NodeServiceImpl::nothing_to_note() {
+  std::lock_guard lock(sleep_mutex_);
+  to_note_ = false;
 }
 
 LastView NodeServiceImpl::recorded() const { return {lineage_, self_.id, {counting_.begin(), counting_.end()}}; }
@@ -127,6 +143,7 @@ LastView NodeServiceImpl::recorded() const { return {lineage_, self_.id, {counti
 
 void NodeServiceImpl::begin_to_lead(const Election::Won& won, const LastView& last, const NodeId& before) {
   const int64_t now = steady_ns();
+  nothing_to_note();
   leader_session_.reset();
   seed_ = random_u64();
   lineage_ = last.lineage;
@@ -180,6 +197,7 @@ void NodeServiceImpl::stand_down() {
   expected_until_.clear();
   unheeded_.clear();
   unnoted_.clear();
+  nothing_to_note();
   leaving_.clear();
   end_copies(later);
 }

@@ -86,19 +86,25 @@ class NodeServiceImpl final : public NodeService {
     bool announced = false;
   };
 
-  struct Copying {
-    MissingCopy what;
-    std::optional<NodeId> leaving;  // for whose leave it is made
-    std::set<NodeId> tried;
-    NodeId at{};
-    Status last{Code::pool_full, "no other host is there"};
-  };
   struct Evacuation {
+    NodeId node{};
     Evacuated result;
     std::vector<KeyHash> keys;  // not taken up yet
     size_t open = 0;
     int64_t deadline_ns = 0;
     std::function<void(const Result<Evacuated>&)> done;
+    bool over = false;  // `done` has been told
+  };
+  using EvacuationPtr = std::shared_ptr<Evacuation>;
+  struct Copying {
+    MissingCopy what;
+    EvacuationPtr evacuation;         // for whose leave it is made; null: a replica that was lost
+    size_t tries = 0;                 // before this one
+    std::vector<ReplicaRef> sources;  // the first is next
+    std::map<NodeId, size_t> failed;  // how often, at this target: no more than there are sources
+    bool nowhere = false;             // no source is left, or no target
+    NodeId at{};
+    Status last{Code::pool_full, "no other host is there"};
   };
 
   // Registers a method whose body is a T: decoded, then run on the strand. The body stays as long as the message, whose
@@ -206,6 +212,7 @@ class NodeServiceImpl final : public NodeService {
   void tick_copies(int64_t now_ns);
   void retry_copies();
   void start_copies();
+  void queue_copy(MissingCopy what, const EvacuationPtr& evacuation, size_t tries);
   void take_up_copies();
   void start_copy(std::shared_ptr<Copying> copy);
   void copy_over(const std::shared_ptr<Copying>& copy, const Status& status, uint64_t nbytes);
@@ -213,7 +220,7 @@ class NodeServiceImpl final : public NodeService {
   void end_copies(const Status& why);
   void on_evacuate(const rpc::SessionPtr&, EvacuateCall, ResponderPtr);
   void start_evacuation(const NodeId& node, int64_t deadline_ns, std::function<void(const Result<Evacuated>&)> done);
-  void evacuation_over(const NodeId& node);
+  void evacuation_over(const NodeId& node, const Status& why = {});
   // the donor's
   using CopyDone = std::function<void(const Result<CopyAnswer>&)>;
   void on_copy(const rpc::SessionPtr&, CopyCall, ResponderPtr);
@@ -225,6 +232,7 @@ class NodeServiceImpl final : public NodeService {
   Result<uint64_t> left_of_copy(const Mark& mark) const;
   Result<LinkPtr> link_to(const NodeInfo& node, Deadline deadline);
   void evacuate(Deadline deadline);  // not on the strand
+  Result<Evacuated> ask_to_evacuate(Deadline deadline);
 
   // service_election.cpp
   void election_thread();
@@ -233,6 +241,7 @@ class NodeServiceImpl final : public NodeService {
   Status lead(const Election::Won& won);  // until that is over
   Status note_view();
   void ask_to_note();
+  void nothing_to_note();
   LastView recorded() const;
   void begin_to_lead(const Election::Won& won, const LastView& last, const NodeId& before);
   void lead_until(int64_t until_ns, int64_t since_ns);  // since: when etcd certainly had us as the leader
@@ -303,7 +312,8 @@ class NodeServiceImpl final : public NodeService {
   bool copies_start_ = false;  // start_copies() is about to run
   std::set<KeyHash> parked_;   // that no node has room for: tried again when one comes, or later
   int64_t parked_until_ns_ = 0;
-  std::map<NodeId, Evacuation> evacuations_;
+  std::map<NodeId, EvacuationPtr> evacuations_;
+  std::set<NodeId> going_;  // who has asked for that, until it is out: where only they are, nothing stays
 
   // Of copies that are made here: by a thread of their own, one after the other.
   std::thread copier_;
@@ -320,10 +330,12 @@ class NodeServiceImpl final : public NodeService {
   uint64_t fence_ = 0;  // marks of older views are refused
   int64_t lease_until_ns_ = 0;
   rpc::SessionPtr leader_session_;
+  std::atomic<int64_t> alone_since_ns_{0};  // nobody leads, or can be reached, since then; 0: somebody does
   std::thread thread_;
   std::mutex sleep_mutex_;
   std::condition_variable sleep_cv_;
-  bool to_note_ = false;  // by sleep_mutex_
+  bool to_note_ = false;      // by sleep_mutex_
+  bool note_failed_ = false;  // the election's thread's
 };
 
 inline void respond(rpc::Responder& responder, const Status& status) {

@@ -17,6 +17,7 @@ void NodeServiceImpl::membership_thread() {
   static log::Once once(60'000);
   do {
     const Status s = be_member(options_.node.leader, kLeaseMs);
+    if (alone_since_ns_ == 0) alone_since_ns_ = steady_ns();
     if (closing_ || left_) return;
     if (once.pass()) log::warning("pool", s.with("membership at " + options_.node.leader).to_string());
   } while (sleep_ms(kBeatMs / 2));
@@ -89,6 +90,7 @@ Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAns
     if (view.number > view_.number) view_ = view;
     counted(sent_ns);
   });
+  alone_since_ns_ = 0;
   return {};
 }
 

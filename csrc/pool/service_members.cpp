@@ -194,6 +194,7 @@ void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest reques
   member.session = session;
   member.heard_ns = steady_ns();
   member.incoming.clear();
+  going_.erase(request.node.id);
   if (request.view >= home_->view()) next_view(request.view + 1);
   JoinAnswer answer;
   answer.view = make_view();
@@ -207,6 +208,8 @@ void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceReques
   const auto it = leader_ ? members_.find(request.node) : members_.end();
   if (it == members_.end() || it->second.session != session)
     return responder->fail({Code::key_not_found, "this node has not joined"});
+  if (leaving_.count(request.node))  // it would be recorded as one whose objects count
+    return responder->fail({Code::pool_unavailable, "this node is being expelled: join again"});
   Member& member = it->second;
   if (request.first) member.incoming.clear();
   std::move(request.extents.begin(), request.extents.end(), std::back_inserter(member.incoming));
@@ -214,7 +217,7 @@ void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceReques
   if (!request.last) return responder->ok(encode(make_view()));
   auto admit = [this, session, id = request.node, responder] {
     const auto joined = members_.find(id);
-    if (joined == members_.end()) counting_.erase(id);
+    if (joined == members_.end() && counting_.erase(id)) ask_to_note();
     if (joined == members_.end() || joined->second.session != session)
       return responder->fail({Code::key_not_found, "this node has not joined"});
     expected_until_.erase(id);
@@ -254,6 +257,7 @@ void NodeServiceImpl::expel(const NodeId& id, const char* why) {
   counting_.erase(id);
   when_noted([this, id] {
     leaving_.erase(id);
+    going_.erase(id);
     members_.erase(id);
     expected_until_.erase(id);
     home_->expel(id);

@@ -445,3 +445,37 @@ def test_programs_of_several_hosts_make_one_pool(
         assert program("result = [tm.get(f'k{i}', timeout=20).decode() for i in range(2)]") == ["0", "1"]
     with pytest.raises(tm.InvalidArgument, match="token"):
         tm.init(discovery=etcd.url)
+
+
+def test_a_node_that_leaves_right_after_its_leader_moves_its_objects(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    leaving, other = cluster.others(leader)
+    for i in range(20):
+        leaving.pool.put(f"k/{i}", value(i))
+    assert leader.process
+    assert leaving.process
+    leader.process.terminate()
+    assert leader.process.wait(15) == 0
+    leaving.process.terminate()  # whoever leads from now on has just begun, or is yet to be elected
+    assert leaving.process.wait(20) == 0
+    for i in range(20):
+        assert np.array_equal(other.pool.get(f"k/{i}", timeout=20), value(i))
+
+
+def test_nodes_that_leave_together_lose_nothing_that_the_last_one_has_room_for(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    leaving, other = cluster.others(leader)
+    for i in range(20):
+        leader.pool.put(f"shared/{i}", value(i), replicas=3)
+        leader.pool.put(f"leader/{i}", value(i))
+        leaving.pool.put(f"member/{i}", value(i))
+    assert leader.process
+    assert leaving.process
+    leaving.process.terminate()
+    leader.process.terminate()
+    for node in (leaving, leader):
+        assert node.process
+        assert node.process.wait(20) == 0
+    for i in range(20):
+        for name in ("shared", "leader", "member"):
+            assert np.array_equal(other.pool.get(f"{name}/{i}", timeout=20), value(i))

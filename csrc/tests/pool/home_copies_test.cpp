@@ -194,16 +194,33 @@ TEST_CASE("what a leaving donor alone has") {
   t.put("a", 1, {0});
   t.put("b", 2, {0, 1});
   t.put("c", 3, {1});
-  CHECK(t.home.only_on(node(0)) == std::vector{t.home.hash("a")});
-  CHECK(t.home.only_on(node(2)).empty());
-  const NodeId leaving = node(0);
-  const auto lacks = t.home.missing(t.home.hash("a"), &leaving);
+  CHECK(t.home.only_on(node(0), {node(0)}) == std::vector{t.home.hash("a")});
+  CHECK(t.home.only_on(node(2), {node(2)}).empty());
+  const auto lacks = t.home.missing(t.home.hash("a"), {node(0)});
   REQUIRE(lacks.size() == 1);
   CHECK(t.done.at(t.copy(lacks[0], "a", 2)).is_ok());
-  CHECK(t.home.only_on(node(0)).empty());
+  CHECK(t.home.only_on(node(0), {node(0)}).empty());
   t.home.expel(node(0));
   t.pump();
   CHECK(t.places("a") == std::vector{2});
+}
+
+TEST_CASE("what donors that leave together share is on neither that stays") {
+  Three t;
+  t.put("both", 1, {0, 1});
+  t.put("all", 2, {0, 1, 2});
+  t.put("two", 3, {1, 2});
+  const std::set<NodeId> leaving{node(0), node(1)};
+  const std::vector both{t.home.hash("both")};
+  CHECK(t.home.only_on(node(0), leaving) == both);
+  CHECK(t.home.only_on(node(1), leaving) == both);
+  const auto lacks = t.home.missing(both[0], leaving);
+  REQUIRE(lacks.size() == 1);
+  CHECK(t.done.at(t.copy(lacks[0], "both", 2)).is_ok());
+  for (uint8_t n : {0, 1}) CHECK(t.home.only_on(node(n), leaving).empty());
+  for (uint8_t n : {0, 1}) t.home.expel(node(n));
+  t.pump();
+  for (const char* key : {"both", "all", "two"}) CHECK(t.places(key) == std::vector{2});
 }
 
 TEST_CASE("a copy of what expires, expires with it") {

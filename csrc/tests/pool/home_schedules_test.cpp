@@ -364,7 +364,7 @@ struct World {
     const Found f = home.find(key);
     if (f.state != Found::State::found) return;
     const NodeId leaving = f.places[0].second.node;
-    const auto missing = home.missing(home.hash(key), &leaving);
+    const auto missing = home.missing(home.hash(key), {leaving});
     auto* e = missing.empty() ? nullptr : donors[leaving[0]].at(missing[0].from[0].extent);
     if (e)
       making.push_back({missing[0], key, f.parts, e->value, e->expires_ms, (leaving[0] + 1 + int(roll(2))) % kDonors});

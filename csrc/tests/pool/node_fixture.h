@@ -31,6 +31,7 @@ struct Node {
     options.host_id = host_id;
     options.leader = leader;
     options.token = "secret";
+    options.drain_s = 9;
     options.listen = {"tcp://127.0.0.1:0"};
     int pipe[2];
     REQUIRE(::pipe2(pipe, O_CLOEXEC) == 0);
@@ -58,6 +59,12 @@ struct Node {
     if (keeper <= 0) return;
     ::kill(keeper, SIGKILL);
     ::waitpid(keeper, nullptr, 0);
+    keeper = -1;
+  }
+  void leave() {  // and ends
+    ::kill(keeper, SIGTERM);
+    int status = 0;
+    REQUIRE(eventually([&] { return ::waitpid(keeper, &status, WNOHANG) == keeper; }, 20'000));
     keeper = -1;
   }
   pid_t worker() const { return child_of(keeper); }

@@ -297,3 +297,31 @@ TEST_CASE("a node that was stopped beyond its lease returns without its named pa
   CHECK((value(*cb, "named") == pattern(3, 200'000)));
   CHECK(ca->keys("", soon())->size() == 2);
 }
+
+TEST_CASE("a node that leaves moves what it has, though a writer of it is stopped") {
+  Node a(32 << 20, "host-a");
+  Node b(32 << 20, "host-b", a.tcp_address);
+  auto ca = connect(a, "host-a");
+  auto cb = connect(b, "host-b");
+  for (uint64_t i = 0; i < 5; ++i) put(*cb, "k" + std::to_string(i), pattern(i, 100'000));
+  Process writer(
+      [&] {
+        auto mine = connect(b, "host-b");
+        return try_put(*mine, "late", pattern(9, 1 << 20)).is_ok() ? 0 : 1;
+      },
+      "client.reserved=stop");
+  REQUIRE(writer.stopped());
+  b.leave();
+  for (uint64_t i = 0; i < 5; ++i) CHECK((value(*ca, "k" + std::to_string(i)) == pattern(i, 100'000)));
+}
+
+TEST_CASE("a node that leaves while its leader starts again moves what it has") {
+  Node a(32 << 20, "host-a");
+  Node b(32 << 20, "host-b", a.tcp_address);
+  auto ca = connect(a, "host-a");
+  auto cb = connect(b, "host-b");
+  for (uint64_t i = 0; i < 5; ++i) put(*cb, "k" + std::to_string(i), pattern(i, 100'000));
+  a.kill_worker();
+  b.leave();
+  for (uint64_t i = 0; i < 5; ++i) CHECK((value(*ca, "k" + std::to_string(i)) == pattern(i, 100'000)));
+}

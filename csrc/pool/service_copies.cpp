@@ -425,15 +425,30 @@ Result<Evacuated> NodeServiceImpl::ask_to_evacuate(Deadline deadline) {
 }
 
 void NodeServiceImpl::evacuate(Deadline deadline) {
-  auto result = ask_to_evacuate(deadline);
-  while (!result.is_ok() && passes(result.status()) && !deadline.expired()) {
-    const int64_t alone_ns = alone_since_ns_;
-    if ((alone_ns && steady_ns() > alone_ns + kAloneNs) || !sleep_ms(kAskAgainMs)) break;
+  const auto writers = [this] {
+    size_t open = 0;
+    strand_.run_and_wait([&] { open = donor_->prepared().size(); });
+    return open;
+  };
+  Evacuated told;
+  Result<Evacuated> result = Evacuated{};
+  for (bool again = true; again;) {
+    const size_t open = writers();
     result = ask_to_evacuate(deadline);
+    if (result.is_ok()) {
+      told = {told.moved + result->moved, told.moved_bytes + result->moved_bytes, result->left, result->why};
+      again = writers() < open && !deadline.expired();  // what they have put meanwhile goes too
+    } else {
+      const int64_t alone_ns = alone_since_ns_;
+      again = passes(result.status()) && !deadline.expired() && (alone_ns == 0 || steady_ns() < alone_ns + kAloneNs) &&
+              sleep_ms(kAskAgainMs);
+    }
   }
-  Evacuated told = result.is_ok() ? *result : Evacuated{};
   strand_.run_and_wait([&] {
-    if (!result.is_ok()) told = {0, 0, donor_->stats().extents, result.status().message().substr(0, kMaxTextBytes)};
+    if (!result.is_ok()) {
+      told.left = donor_->stats().extents;
+      told.why = result.status().message().substr(0, kMaxTextBytes);
+    }
     evacuated_ = told;
     for (const ResponderPtr& responder : std::exchange(ask_evacuated_, {})) responder->ok(encode(told));
   });

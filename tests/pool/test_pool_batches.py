@@ -167,8 +167,8 @@ def test_a_writer_killed_in_the_middle_of_a_batch_leaves_nothing_half(pool: tm.P
     back = tm.get_many(keys, missing="mask")
     for i, value in enumerate(back):
         assert value in (b"n" * nbytes, b"o" * nbytes if i % 2 == 0 else None)
-    # It died in its second chunk of 256, or when all commits had been asked for.
-    assert sum(value == b"n" * nbytes for value in back) in ((n,) if "committed" in point else (0, 256))
+    # It died in its second chunk of 256 of four; the commits of the others were asked for by then, or were not.
+    assert sum(value == b"n" * nbytes for value in back) in ((512, 768, n) if "committed" in point else (0, 256))
 
 
 def test_the_worker_killed_under_batches(pool: tm.Pool, pool_env: Any) -> None:

@@ -12,6 +12,8 @@
 // frame's memory any more, fails what is queued, closes the fd and tells the session.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <deque>
@@ -35,6 +37,12 @@ namespace torch_mooncake::rpc {
 using SharedBody = std::shared_ptr<const std::string>;
 inline SharedBody share(std::string body) { return std::make_shared<const std::string>(std::move(body)); }
 
+// EFAULT of a send or a recv.
+inline Status unmapped_memory() {
+  return {Code::invalid_argument, "registered memory is not mapped in process " + std::to_string(::getpid()) +
+                                      ": freed before it was deregistered?"};
+}
+
 struct OutFrame {
   HeaderBytes header;
   SharedBody body;
@@ -50,6 +58,7 @@ struct OutFrame {
   uint64_t payload_begin = 0;              // and the payload bytes before it
   std::optional<uint32_t> last_zero_copy;  // the last send that the kernel reads without a copy
   bool must_copy = false;                  // some of its memory cannot be read that way
+  std::optional<Status> unmapped;          // or not at all, which ends the lane: the peer waits for the rest
 };
 
 class LaneImpl final : public Lane, public EventTarget, public std::enable_shared_from_this<LaneImpl> {

@@ -224,6 +224,12 @@ bool LaneImpl::receive() {
     }
     if (n < 0) {
       if (errno == EINTR) continue;
+      if (errno == EFAULT && sink_ && window > 0) {
+        auto finished = std::move(sink_);
+        finished->unmapped(unmapped_memory());
+        finished->finish(Status::ok());
+        continue;
+      }
       if (errno != EAGAIN && errno != EWOULDBLOCK) {
         die({Code::peer_lost, peer_name_ + " (" + description_ + "): " + ::strerror(errno)});
       }
@@ -400,7 +406,10 @@ void LaneImpl::finish_death() {
     fd_.reset();
   }
   arrived_fds_.clear();
-  for (auto& frame : unsent) finish_frame(std::move(frame), why);
+  for (auto& frame : unsent) {
+    const Status outcome = frame->unmapped.value_or(why);
+    finish_frame(std::move(frame), outcome);
+  }
   queued_ = 0;
   session_->on_lane_dead(*this, why);
   core_->lane_closed();

@@ -127,6 +127,18 @@ void LaneImpl::drain(int64_t budget) {
         reactor_->rearm(token_, fd_.get(), interest());
         return;
       }
+      if (err == EFAULT) {
+        current_->unmapped = unmapped_memory();
+        if (current_->done == 0) {  // the peer has not heard of it
+          auto frame = std::move(current_);
+          queued_.fetch_sub(frame->total, std::memory_order_relaxed);
+          sending_ = true;
+          lock.unlock();
+          const Status why = *frame->unmapped;
+          finish_frame(std::move(frame), why);
+          continue;
+        }
+      }
       // The I/O thread sees the shutdown and cleans up.
       if (!killed_) {
         killed_ = Status(Code::peer_lost, peer_name_ + " (" + description_ + "): " + ::strerror(err));

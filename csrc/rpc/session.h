@@ -84,6 +84,9 @@ class TM_API BulkReceive {
   // The first `nbytes` of the last windows were placed; 0 if the recv brought none. Between windows() and this call the
   // pieces may be written, and only then.
   virtual void filled(uint64_t nbytes) = 0;
+  // Some of the last windows is not mapped in this process; filled(0) came before. The rest of the payload goes to a
+  // sink, finish() follows.
+  virtual void unmapped(const Status& why) = 0;
   // The frame is over: ok, or the lane died inside it. Nothing writes to the windows any more.
   virtual void finish(const Status& status) = 0;
 };
@@ -100,8 +103,8 @@ class TM_API BulkHandler {
 enum class Priority : uint8_t { foreground = 0, background = 1 };
 
 // One outgoing bulk frame. `payload` must stay valid until `sent` is called (always, once: ok when the kernel has the
-// last byte and reads it no more, else why not; the lane then touches the payload no more). `keep` is dropped after
-// that.
+// last byte and reads it no more, else why not; the lane then touches the payload no more). invalid_argument: some of
+// the payload is not mapped in this process, so that no lane can send it. `keep` is dropped after that.
 struct BulkFrame {
   std::string body;
   std::vector<iovec> payload;

@@ -91,11 +91,11 @@ def test_never_an_older_value_than_the_acknowledged_one(pool: tm.Pool, child: An
     writer.start(WRITER, **names)
     for reader in readers:
         reader.start(READER, **names)
-    assert writer.result() > 10
+    assert writer.result() > 0
     for reader in readers:
         found = reader.result()
         assert found["wrong"] == []
-        assert found["gets"] > 10
+        assert found["gets"] > 0
 
 
 def test_a_reader_that_was_stopped_sees_what_came_meanwhile(pool: tm.Pool, child: Any, board: Path) -> None:

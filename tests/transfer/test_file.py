@@ -42,7 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "disk":
         yield tmp_path
         return
-    path = Path(f"/dev/shm/tm-test-file-{os.getpid()}")
+    path = Path(f"/dev/shm/file-test-{os.getpid()}")
     path.mkdir()
     yield path
     for file in path.iterdir():

@@ -1,4 +1,6 @@
 // Bulk frames: integrity at random sizes, windows asked before every write, sinking in the middle, lanes that die.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <map>
 
@@ -9,7 +11,9 @@ using namespace rpc_test;
 namespace {
 
 // Collects each frame under its body. Frame bodies say what to do: "take", "sink", "half" (sink after half),
-// "bits" (windows of odd small sizes).
+// "bits" (windows of odd small sizes), "gone" (memory that is not mapped after half).
+constexpr uint64_t kNothing = 1 << 20;
+
 class Collector : public BulkHandler {
  public:
   struct Frame {
@@ -36,7 +40,9 @@ class Collector : public BulkHandler {
     for (auto& [body, frame] : frames_) n += frame.finished;
     return n;
   }
-  std::atomic<int> misuse{0};
+  // kNothing bytes of addresses without memory.
+  void* nothing() const { return nothing_.get(); }
+  std::atomic<int> misuse{0}, unmapped{0};
 
  private:
   class Receive : public BulkReceive {
@@ -44,7 +50,12 @@ class Collector : public BulkHandler {
     Receive(Collector& owner, std::string body, uint64_t n) : owner_(owner), body_(std::move(body)), bytes_(n, '?') {}
     size_t windows(uint64_t offset, uint64_t wanted, std::span<iovec> pieces) override {
       if (open_ || offset != placed_ || offset + wanted != bytes_.size() || wanted == 0) ++owner_.misuse;
-      bool half = body_.substr(0, 4) == "half";
+      if (body_.substr(0, 4) == "gone" && offset >= bytes_.size() / 2) {
+        open_ = true;
+        pieces[0] = {owner_.nothing(), std::min(wanted, kNothing)};
+        return 1;
+      }
+      bool half = body_.substr(0, 4) == "half" || body_.substr(0, 4) == "gone";
       if (half && offset >= bytes_.size() / 2) return 0;
       uint64_t n = half ? std::min<uint64_t>(wanted, bytes_.size() / 2 - offset + 1) : wanted;
       bool bits = body_.substr(0, 4) == "bits";
@@ -63,6 +74,10 @@ class Collector : public BulkHandler {
       open_ = false;
       placed_ += n;
     }
+    void unmapped(const Status& why) override {
+      if (open_ || why.code() != Code::invalid_argument) ++owner_.misuse;
+      ++owner_.unmapped;
+    }
     void finish(const Status& status) override {
       if (open_) ++owner_.misuse;
       std::lock_guard lock(owner_.mutex_);
@@ -80,6 +95,8 @@ class Collector : public BulkHandler {
     bool open_ = false;
   };
 
+  const std::shared_ptr<void> nothing_{mmap(nullptr, kNothing, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+                                       [](void* at) { munmap(at, kNothing); }};
   std::mutex mutex_;
   std::map<std::string, Frame> frames_;
   int sunk_ = 0;
@@ -154,6 +171,34 @@ TEST_CASE("bulk: random sizes, pieces and fates over several lanes, among contro
       for (auto& lane : lanes) CHECK(lane->queued_bytes() == 0);
       lanes.clear();
     }
+  }
+}
+
+TEST_CASE("bulk: memory that is not mapped ends its frame, on either side, and neither the lane nor other frames") {
+  for (const char* listen : {"tcp://127.0.0.1:0", "unix://@tm-bulk-test"}) {
+    CAPTURE(listen);
+    Setup setup(listen, "far");
+    REQUIRE(setup.session->open_lanes(2, soon()).is_ok());
+    auto lane = setup.session->lanes().at(1);
+    auto payload = std::make_shared<Payload>(3 << 20);
+    std::atomic<int> ok{0}, unmapped{0}, bad{0};
+    auto sent = [&](const Status& s) { ++(s.is_ok() ? ok : s.code() == Code::invalid_argument ? unmapped : bad); };
+    for (int i = 0; i < 8; ++i) {
+      for (const char* fate : {"take", "gone"})
+        REQUIRE(lane->send_bulk({fate + std::to_string(i), payload->pieces, sent, payload}).is_ok());
+      REQUIRE(lane->send_bulk({"never", {{setup.collector.nothing(), 1 << 20}}, sent, nullptr}).is_ok());
+    }
+    REQUIRE(eventually([&] { return ok + unmapped + bad == 24 && setup.collector.finished() == 16; }));
+    CHECK(ok == 16);
+    CHECK(unmapped == 8);
+    CHECK(setup.collector.unmapped == 8);
+    CHECK(setup.collector.misuse == 0);
+    for (auto& [body, frame] : setup.collector.frames()) {
+      REQUIRE(frame.end.is_ok());
+      if (body.substr(0, 4) == "take") REQUIRE(frame.bytes == payload->bytes);
+    }
+    CHECK(lane->alive());
+    CHECK(lane->queued_bytes() == 0);
   }
 }
 

@@ -38,6 +38,7 @@ class Taker : public BulkHandler {
       return 1;
     }
     void filled(uint64_t) override {}
+    void unmapped(const Status&) override {}
     void finish(const Status& status) override {
       std::lock_guard lock(owner.mutex_);
       if (status) owner.taken_.push_back(std::move(bytes));

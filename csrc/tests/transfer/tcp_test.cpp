@@ -1,4 +1,6 @@
 // Lanes over TCP: what the network may do to them (stand still, reset, half-close, refuse), small ops, IPv6.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -240,6 +242,44 @@ TEST_CASE("IPv6: an engine on ::1, named in brackets") {
   }
   a->close();
   b->close();
+}
+
+// What its owner unmapped without deregistering it is that op's end, not the connection's, nor the other lanes'.
+TEST_CASE("a source that is mapped no more: the op fails once, with a reason, and the others go on") {
+  constexpr size_t kBytes = 8 * kMiB;
+  for (Way way : {Way::tcp, Way::unix_socket})
+    for (bool writes : {true, false})
+      for (size_t from : {size_t{0}, 5 * kMiB + 4096}) {  // the whole of it, and the middle of a frame
+        CAPTURE(static_cast<int>(way));
+        CAPTURE(writes);
+        CAPTURE(from);
+        auto a = must(Engine::create(options_for(way, "a")));
+        auto b = must(Engine::create(options_for(way, "b")));
+        auto peer = must(a->connect(b->addresses().front(), soon()));
+        Memory ours(way, kBytes), theirs(way, kBytes);
+        auto& source = writes ? ours : theirs;
+        auto local = ours.register_in(*a);
+        auto remote = must(peer->open(theirs.register_in(*b)->descriptor(), soon()));
+        std::vector<Slice> slices = {{local, 0, remote, 0, kBytes}};
+        auto run = [&] {
+          OpOptions options{.deadline = soon(60'000)};
+          return must(writes ? a->write(slices, options) : a->read(slices, options))->wait();
+        };
+        REQUIRE(mprotect(source.data + from, kBytes - from, PROT_NONE) == 0);
+        for (int i = 0; i < 3; ++i) {
+          const Status outcome = run();
+          CHECK(outcome.code() == Code::invalid_argument);
+          CHECK_MESSAGE(outcome.message().find("not mapped") != std::string::npos, outcome.message());
+        }
+        CHECK(peer->alive());
+        CHECK((writes ? a : b)->stats().resent_slices == 0);
+        REQUIRE(mprotect(source.data + from, kBytes - from, PROT_READ | PROT_WRITE) == 0);
+        fill(source.data, kBytes, 3);
+        REQUIRE_OK(run());
+        CHECK(mismatch((writes ? theirs : ours).data, kBytes, 3) == kBytes);
+        a->close();
+        b->close();
+      }
 }
 
 }  // namespace transfer_test

@@ -52,6 +52,8 @@ class Incoming::Receiver final : public rpc::BulkReceive {
     leave();
   }
 
+  void unmapped(const Status& why) override { stream_->stop(why); }
+
   void finish(const Status& status) override {
     if (inside_) leave();
     std::unique_lock lock(stream_->mutex_);

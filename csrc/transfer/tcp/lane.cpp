@@ -206,6 +206,7 @@ void LaneScheduler::taken(Outgoing& stream, uint32_t chunk, const rpc::Lane& lan
 void LaneScheduler::sent(const OutgoingPtr& stream, uint32_t chunk, const LanePtr& lane, uint64_t payload,
                          const Status& status) {
   stream->ungather(chunk);
+  if (status.code() == Code::invalid_argument) stream->broken(status);  // no other lane can send it either
   {
     std::lock_guard lock(mutex_);
     taken(*stream, chunk, *lane);

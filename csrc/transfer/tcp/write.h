@@ -25,7 +25,7 @@ class WritePart final : public Part, public Outgoing {
  protected:
   Status gather(uint32_t chunk, uint32_t attempt, rpc::BulkFrame& frame) override;
   void ungather(uint32_t) override {}
-  void broken(const Status& why) override { end(why); }
+  void broken(const Status& why) override { stop(why); }
   void at_rest() override;
 
  private:

@@ -15,7 +15,8 @@ NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 PYTHON_DIRS = $(wildcard setup.py torch_mooncake tests examples benchmarks)
-PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
+# Two at a time: most tests wait for processes, timers and peers. A file's tests stay together.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not netns and not network"
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 

@@ -189,9 +189,10 @@ class TM_API Session : public std::enable_shared_from_this<Session> {
   // that one for a while.
   virtual void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds = {},
                     bool awaited = false) = 0;
-  // The same, waiting on this thread: spins at most 50 µs, then sleeps. Not from an I/O thread.
+  // The same, waiting on this thread: spins at most 50 µs, then sleeps. Not from an I/O thread. `late`: gets an answer
+  // that comes after the deadline (I/O thread), to give back what it grants.
   virtual Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline,
-                                    std::vector<UniqueFd> fds = {}) = 0;
+                                    std::vector<UniqueFd> fds = {}, std::function<void(Message)> late = nullptr) = 0;
   virtual Status post(uint16_t method, std::string body) = 0;
   // Receives on the control lane with this thread, and handles what comes there, until done() is true: an answer then
   // costs no wake-up of an I/O thread. Spins until `spin_until_ns` (steady clock, at most 50 µs from the beginning of

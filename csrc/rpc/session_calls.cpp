@@ -30,12 +30,24 @@ struct Waiter {
   std::condition_variable cv;
   std::atomic<bool> ready{false};
   std::optional<Result<Message>> result;
+  std::function<void(Message)> late;  // the caller has gone
 
   void set(Result<Message> r) {
-    std::lock_guard lock(mutex);
+    std::unique_lock lock(mutex);
+    if (late) {
+      lock.unlock();
+      if (r) late(std::move(*r));
+      return;
+    }
     result = std::move(r);
     ready.store(true, std::memory_order_release);
     cv.notify_one();
+  }
+  // False: answered just now.
+  bool leave(std::function<void(Message)> handler) {
+    std::lock_guard lock(mutex);
+    if (!result) late = std::move(handler);
+    return !result;
   }
   bool is_ready() const { return ready.load(std::memory_order_acquire); }
   bool wait(Deadline deadline, int64_t spin_until_ns) {
@@ -157,8 +169,8 @@ void SessionImpl::call(uint16_t method, std::string body, Deadline deadline, Cal
   }
 }
 
-Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadline deadline,
-                                       std::vector<UniqueFd> fds) {
+Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds,
+                                       std::function<void(Message)> late) {
   if (core_->forked()) return {Code::forked, "this session belongs to the parent process"};
   if (core_->in_own_thread()) {
     for (auto& r : core_->reactors) {
@@ -173,7 +185,7 @@ Result<Message> SessionImpl::call_sync(uint16_t method, std::string body, Deadli
   int64_t spin_until_ns = steady_ns() + kSpinNs;
   bool answered = receive_until([&] { return waiter->is_ready(); }, deadline, spin_until_ns);
   if (!answered && !waiter->wait(deadline, spin_until_ns)) {
-    if (take_call(id)) {
+    if (late ? waiter->leave(std::move(late)) : take_call(id).has_value()) {
       return {Code::deadline_exceeded, "no answer from " + setup_.peer.name + " to method " + std::to_string(method)};
     }
     (void)waiter->wait(Deadline::never(), 0);  // it is being completed just now

@@ -51,7 +51,8 @@ class SessionImpl final : public Session {
   std::shared_ptr<const UniqueFd> peer_process() const override;
   void call(uint16_t method, std::string body, Deadline deadline, CallDone done, std::vector<UniqueFd> fds,
             bool awaited) override;
-  Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds) override;
+  Result<Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds,
+                            std::function<void(Message)> late) override;
   Status post(uint16_t method, std::string body) override;
   bool receive_until(const std::function<bool()>& done, Deadline deadline, int64_t spin_until_ns) override;
   bool over_unix() const override;

@@ -313,8 +313,15 @@ Status EngineImpl::deregister(const RegionPtr& region, Deadline deadline) {
   impl->usage().revoke([drain, impl, regions = regions_, callbacks = callbacks_, caller] {
     auto keep = regions->forget(impl);
     // The user's reference: dropped here if this is the user's thread, never on one for I/O.
-    if (keep && (drain->deferred || !pthread_equal(pthread_self(), caller)))
-      callbacks->post([keep = std::move(keep)] {});
+    const bool here = !drain->deferred && pthread_equal(pthread_self(), caller);
+    if (impl->kind() == MemoryKind::cuda && !(here && keep) && !callbacks->in_thread()) {
+      // With it go pins and mappings of device memory, which may be freed when we return.
+      return callbacks->post([keep = std::move(keep), drain]() mutable {
+        keep = nullptr;
+        drain->done.set();
+      });
+    }
+    if (keep && !here) callbacks->post([keep = std::move(keep)] {});
     drain->done.set();
   });
   if (drain->done.is_set()) return {};

@@ -175,7 +175,11 @@ Result<OpenedRegion> PeerImpl::ask_to_open(Descriptor descriptor, Deadline deadl
   // open: the descriptor's region and generation. Answer: u32 grant, u64 nbytes, u8 readable, u8 writable.
   ByteWriter request;
   request.put(descriptor.region).put(descriptor.generation).put(std::string_view(descriptor.label));
-  TM_ASSIGN(auto answer, session_->call_sync(kOpen, request.take(), deadline));
+  auto give_back = [weak = std::weak_ptr(session_)](rpc::Message late) {
+    auto grant = ByteReader(late.body).get<uint32_t>();
+    if (auto session = weak.lock()) (void)session->post(kCloseGrant, ByteWriter().put(grant).take());
+  };
+  TM_ASSIGN(auto answer, session_->call_sync(kOpen, request.take(), deadline, {}, give_back));
   ByteReader in(answer.body);
   OpenedRegion opened{std::move(descriptor), in.get<uint32_t>()};
   opened.descriptor.nbytes = in.get<uint64_t>();

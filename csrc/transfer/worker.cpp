@@ -70,6 +70,12 @@ void Worker::post(std::function<void()> task) {
   task();
 }
 
+bool Worker::in_thread() const {
+  if (getpid() != state_->pid) return false;
+  std::lock_guard lock(state_->mutex);
+  return state_->thread.get_id() == std::this_thread::get_id();
+}
+
 size_t Worker::depth() const {
   if (getpid() != state_->pid) return 0;
   std::lock_guard lock(state_->mutex);

@@ -19,6 +19,7 @@ class Worker {
   Worker& operator=(const Worker&) = delete;
 
   void post(std::function<void()> task);
+  bool in_thread() const;
   size_t depth() const;  // tasks that wait; 0 in a forked child
   void stop();
 

@@ -206,7 +206,8 @@ void LaneScheduler::taken(Outgoing& stream, uint32_t chunk, const rpc::Lane& lan
 void LaneScheduler::sent(const OutgoingPtr& stream, uint32_t chunk, const LanePtr& lane, uint64_t payload,
                          const Status& status) {
   stream->ungather(chunk);
-  if (status.code() == Code::invalid_argument) stream->broken(status);  // no other lane can send it either
+  const bool hopeless = status.code() == Code::invalid_argument;  // no other lane can send it either
+  if (hopeless) stream->broken(status);
   {
     std::lock_guard lock(mutex_);
     taken(*stream, chunk, *lane);
@@ -216,7 +217,7 @@ void LaneScheduler::sent(const OutgoingPtr& stream, uint32_t chunk, const LanePt
       state.state = Outgoing::ChunkState::sent;
     } else {
       state.state = Outgoing::ChunkState::waiting;
-      stream->again_.push_back(chunk);
+      if (!hopeless) stream->again_.push_back(chunk);
       make_ready(stream);
     }
     if (status) peer_.engine().metrics().bytes(lane->is_unix() ? "unix" : "tcp", payload, 0);

@@ -49,6 +49,7 @@ Status WritePart::gather(uint32_t chunk, uint32_t attempt, rpc::BulkFrame& frame
 }
 
 void WritePart::stop(const Status& why) {
+  auto self = this->self();
   bool was_sent;
   {
     std::lock_guard lock(mutex_);
@@ -60,14 +61,13 @@ void WritePart::stop(const Status& why) {
     was_sent = request_ == sent;
     if (!was_sent) request_ = never;
   }
+  if (!was_sent) op_->quiescent(*this);
+  end(why);  // before the write itself is answered with "cancelled"
   if (was_sent)
     op_->peer().session()->call(kWriteCancel, ByteWriter().put(id_).take(), Deadline::never(),
-                                [self = self()](Result<rpc::Message> answer) {
+                                [self](Result<rpc::Message> answer) {
                                   if (answer) self->op_->quiescent(*self);
                                 });
-  else
-    op_->quiescent(*this);
-  end(why);
 }
 
 void WritePart::end(const Status& outcome) {

@@ -267,7 +267,7 @@ void SimSession::call(uint16_t method, std::string body, Deadline deadline, rpc:
 }
 
 Result<rpc::Message> SimSession::call_sync(uint16_t method, std::string body, Deadline deadline,
-                                           std::vector<UniqueFd> fds) {
+                                           std::vector<UniqueFd> fds, std::function<void(rpc::Message)>) {
   struct Waiter {
     std::optional<Result<rpc::Message>> result;
     WaitList list;

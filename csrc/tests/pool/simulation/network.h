@@ -90,8 +90,8 @@ class SimSession final : public rpc::Session {
   std::shared_ptr<const UniqueFd> peer_process() const override { return {}; }
   void call(uint16_t method, std::string body, Deadline deadline, rpc::CallDone done, std::vector<UniqueFd> fds,
             bool awaited) override;
-  Result<rpc::Message> call_sync(uint16_t method, std::string body, Deadline deadline,
-                                 std::vector<UniqueFd> fds) override;
+  Result<rpc::Message> call_sync(uint16_t method, std::string body, Deadline deadline, std::vector<UniqueFd> fds,
+                                 std::function<void(rpc::Message)> late) override;
   Status post(uint16_t method, std::string body) override;
   bool receive_until(const std::function<bool()>& done, Deadline, int64_t) override { return done(); }
   bool over_unix() const override { return is_unix_; }

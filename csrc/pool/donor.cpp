@@ -40,8 +40,10 @@ Status check_request(const ReserveRequest& r) {
 
 Result<std::unique_ptr<Donor>> Donor::create(DonorOptions options) {
   options.limit_bytes = options.limit_bytes / kPageBytes * kPageBytes;
-  if (options.limit_bytes == 0 || options.max_extents == 0 || options.max_extents > (1u << 30))
-    return {Code::invalid_argument, "a donor needs a page of memory and an extent at least"};
+  if (options.limit_bytes == 0 || options.max_extents > (1u << 30))
+    return {Code::invalid_argument, "a donor needs a page of memory, and has 2^30 extents at most"};
+  if (options.max_extents == 0)
+    options.max_extents = static_cast<uint32_t>(std::clamp<uint64_t>(options.limit_bytes / 1024, 1u << 20, 1u << 28));
   TM_ASSIGN(auto table, ExtentTable::create(options.max_extents));
   TM_ASSIGN(auto data, Segment::create("tm-pool", 0, options.limit_bytes));
   auto donor = std::make_unique<DonorImpl>(std::move(options), std::move(table), std::move(data));
@@ -63,6 +65,7 @@ Result<std::unique_ptr<Donor>> Donor::attach(DonorOptions options, std::vector<H
   uint32_t dropped = 0;
   TM_ASSIGN(auto table, ExtentTable::attach(table_segment, records, data->size(), &dropped));
   options.limit_bytes = data->capacity();
+  options.max_extents = table->max_extents();
   auto donor = std::make_unique<DonorImpl>(std::move(options), std::move(table), std::move(data));
   TM_TRY(donor->open_ssds(true));
   TM_TRY(donor->restore(held, dropped));

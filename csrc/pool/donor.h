@@ -38,7 +38,7 @@ namespace torch_mooncake::pool {
 struct DonorOptions {
   uint64_t limit_bytes = 0;             // of data; exhaustion evicts, then pool_full
   uint64_t grow_step_bytes = 64 << 20;  // fallocate in steps
-  uint32_t max_extents = 1 << 20;
+  uint32_t max_extents = 0;             // 0: one for each KiB of the limit, but 2^20 at least and 2^28 at most
   std::vector<SsdOptions> ssd{};
 };
 

@@ -8,9 +8,12 @@
 namespace torch_mooncake::pool {
 
 Turnover::Turnover(uint64_t capacity_bytes, uint32_t max_members) : capacity_(capacity_bytes) {
+  constexpr uint32_t kFirstGhosts = 1 << 20;
+  nodes_.reserve(max_members);  // a copy of 10 million would hold up everybody
   // One ghost a member, 4 to a bucket; zero pages until used.
   const uint64_t buckets = std::bit_ceil<uint64_t>(std::max<uint32_t>(max_members, 64)) / 4;
-  ghost_mask_ = buckets - 1;
+  ghost_mask_max_ = buckets - 1;
+  ghost_mask_ = std::min<uint64_t>(buckets, kFirstGhosts / 4) - 1;
   ghosts_.reset(static_cast<Ghost*>(std::calloc(buckets * 4, sizeof(Ghost))));
   if (!ghosts_) throw std::bad_alloc();
 }
@@ -34,6 +37,8 @@ void Turnover::restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t
   append(member, class_of(node.uses));
   nbytes_ += nbytes;
   ++size_;
+  // Half of the ghosts are where they are looked for after that; the others are forgotten.
+  if (size_ / 4 > ghost_mask_ && ghost_mask_ < ghost_mask_max_) ghost_mask_ = 2 * ghost_mask_ + 1;
 }
 
 void Turnover::touch(uint32_t member) {

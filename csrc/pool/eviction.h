@@ -1,12 +1,14 @@
 // Turnover eviction: the victim has the smallest  last use + capacity * floor(log2(uses)),  time counted in bytes
 // touched: each doubling of an extent's uses is worth one turnover of the pool. Kept as 16 LRU lists, one a class of
 // uses, so the victim is the best of 16 heads: no heap, no scan. Uses of about 4 capacities of evicted keys are
-// remembered (4 ghosts to a cache line, the oldest of them overwritten).
+// remembered (4 ghosts to a cache line, the oldest of them overwritten), of 2^20 keys at least and of as many as there
+// were members at once.
 //
 // Whoever touches the pages of a prefix tail first gets parents that outlive their children: a parent's uses and last
 // use are never below its child's.
 //
-// Members are small integers (extent indices). All calls O(1). Threads: one caller at a time.
+// Members are small integers (extent indices). All calls O(1), also while their number grows: memory for all of them is
+// set aside, and taken when it is used. Threads: one caller at a time.
 #pragma once
 
 #include <array>
@@ -81,7 +83,7 @@ class Turnover {
   std::array<List, kClasses> lists_;
   std::vector<Node> nodes_;
   std::unique_ptr<Ghost[], FreeGhosts> ghosts_;
-  uint64_t ghost_mask_ = 0;
+  uint64_t ghost_mask_ = 0, ghost_mask_max_ = 0;
 };
 
 }  // namespace torch_mooncake::pool

@@ -67,6 +67,7 @@ class ExtentTable {
   KeyHash key_hash(std::string_view key) const { return hash_key(key, header_->hash_seed); }
 
   uint32_t entries() const { return header_->entries; }
+  uint32_t max_extents() const { return header_->max_extents; }
   uint32_t live() const { return header_->entries - static_cast<uint32_t>(free_.size()); }
   bool has_free_entry() const { return !free_.empty() || header_->entries < header_->max_extents; }
   const std::shared_ptr<Segment>& table_segment() const { return table_; }

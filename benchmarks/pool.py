@@ -1,10 +1,12 @@
 """The pool on one host: what another process put, read zero-copy; puts against a plain copy; small values in batches
-beside Mooncake Store and Redis; the directory by itself; what idling costs.
+beside Mooncake Store and Redis; the directory by itself; what idling costs; ten million keys; restarts; the SSD tier;
+recorded requests.
 
     make peers                                                # once: the stores it is compared with
-    python benchmarks/pool.py --peers [--json FILE] [--quick]
+    python benchmarks/pool.py --peers [--json FILE] [--quick] [--only PART ...]
 
-Uses nodes of its own (in folders of their own), which are gone afterwards.
+Uses nodes of its own (in folders of their own), which are gone afterwards. ``--only traces`` takes every capacity, all
+parts together one of them.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import scale
 import store_rows
+import traces
 from harness import GiB, MiB, Row, Table, main, other_process, repeat, run_python
 from raw import Raw, gbps
 from ssd import ssd_rows
@@ -218,47 +224,110 @@ def imports(table: Table, n: int) -> None:
     )
 
 
+@contextmanager
+def own_pool() -> Iterator[str]:
+    """The default pool of this process and those it starts; the folder of its node."""
+    runtime_dir = tempfile.mkdtemp(prefix="tm-bench-", dir="/tmp")
+    os.environ.update(TM_RUNTIME_DIR=runtime_dir, TM_POOL="bench", TM_LINGER_S="0", TM_MEMORY="4GiB")
+    import torch_mooncake as tm
+
+    try:
+        tm.init()
+        yield runtime_dir
+    finally:
+        tm.close()
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+
+
+@dataclass
+class Bench:
+    """What the parts share. Each part makes its rows by itself."""
+
+    args: argparse.Namespace
+    table: Table
+    n: int
+    raw: Raw
+
+    def imports(self) -> None:
+        imports(self.table, self.n)
+
+    def zero_copy(self) -> None:
+        import torch_mooncake as tm
+
+        with own_pool(), other_process(writer) as pipe:
+            big = 256 * MiB if self.args.quick else GiB
+            pipe.send(("big", big))
+            pipe.recv()
+            zero_copy(self.table, pipe, self.n, big)
+            tm.delete(["big", "fresh0", "fresh1"])
+
+    def sizes(self) -> None:
+        with own_pool():
+            puts_and_gets(self.table, self.raw, self.n, self.args.quick)
+
+    def latency(self) -> None:
+        with own_pool():
+            latencies(self.table, self.n)
+
+    def state_dict(self) -> None:
+        with own_pool():
+            state_dicts(self.table, self.raw, self.n, self.args.quick)
+
+    def idle(self) -> None:
+        with own_pool() as runtime_dir:
+            idle(self.table, runtime_dir, 3 if self.args.quick else 20)
+
+    def batches(self) -> None:
+        store_rows.batches(self.table, self.args.peers, self.n)
+
+    def namespaces(self) -> None:
+        store_rows.between_hosts(self.table, self.args.peers, self.n)
+
+    def big(self) -> None:
+        bounds = {nbytes: self.raw.copy_bound(min(nbytes, 256 * MiB), 2, self.n) for nbytes, _ in store_rows.BIG}
+        store_rows.big_values(self.table, self.args.peers, bounds, 3 if self.args.quick else 5)
+
+    def directory(self) -> None:
+        store_rows.directory(self.table, self.args.quick)
+
+    def many(self) -> None:
+        scale.many_keys(self.table, self.args.quick)
+
+    def rebuild(self) -> None:
+        scale.rebuild(self.table, self.args.quick)
+
+    def restart(self) -> None:
+        scale.restart(self.table, self.args.quick)
+
+    def ssd(self) -> None:
+        ssd_rows(self.table, "/var/tmp", self.args.quick)
+
+    def traces(self) -> None:
+        every = bool(self.args.only) and not self.args.quick
+        traces.trace_rows(self.table, self.args.traces, every)
+
+
+PARTS = [name for name, part in vars(Bench).items() if callable(part) and not name.startswith("_")]
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     venv = Path(__file__).parent.parent / ".venv-peers"
     parser.add_argument("--peers", nargs="?", type=Path, const=venv, metavar="VENV", help="measure the peers too")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[], metavar="PART", help=", ".join(PARTS))
+    traces.arguments(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     if args.peers and not (args.peers / "bin" / "python").exists():
         raise SystemExit(f"{args.peers} is not there: make peers")
-    n = 3 if args.quick else 9
-    table = Table("Pool, one host")
-    imports(table, n)
-    runtime_dir = tempfile.mkdtemp(prefix="tm-bench-", dir="/tmp")
-    os.environ.update(TM_RUNTIME_DIR=runtime_dir, TM_POOL="bench", TM_LINGER_S="0", TM_MEMORY="4GiB")
     for name in ("TM_TOKEN", "TM_ADDRESS", "TM_HOST_ID"):
         os.environ.pop(name, None)
-    import torch_mooncake as tm
-
-    raw = Raw()
-    try:
-        tm.init()
-        with other_process(writer) as pipe:
-            big = 256 * MiB if args.quick else GiB
-            pipe.send(("big", big))
-            pipe.recv()
-            zero_copy(table, pipe, n, big)
-            tm.delete(["big", "fresh0", "fresh1"])
-        puts_and_gets(table, raw, n, args.quick)
-        latencies(table, n)
-        state_dicts(table, raw, n, args.quick)
-        idle(table, runtime_dir, 3 if args.quick else 20)
-    finally:
-        tm.close()
-        shutil.rmtree(runtime_dir, ignore_errors=True)
-    store_rows.batches(table, args.peers, n)
-    bounds = {nbytes: raw.copy_bound(min(nbytes, 256 * MiB), 2, n) for nbytes, _ in store_rows.BIG}
-    store_rows.big_values(table, args.peers, bounds, 3 if args.quick else 5)
-    store_rows.directory(table, args.quick)
+    bench = Bench(args, Table("Pool, one host"), 3 if args.quick else 9, Raw())
+    for part in args.only or PARTS:
+        getattr(bench, part)()
     if not args.peers:
         print("without --peers: no row beside a peer was made")
-    ssd_rows(table, "/var/tmp", args.quick)
-    return table.rows
+    return bench.table.rows
 
 
 if __name__ == "__main__":

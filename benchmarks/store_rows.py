@@ -12,20 +12,31 @@ from pathlib import Path
 from typing import Any
 
 from harness import GiB, MiB, Table
-from stores import HERE, TOKEN, Store, free_port
+from stores import HERE, TOKEN, Host, Store, free_port
 
 BATCH = 1000
 SMALL = 4 << 10
 BIG = ((64 * MiB, 4), (GiB, 1))
+HERE_HOST = Host()
 
 
 @contextmanager
-def own_node(memory: str = "4GiB") -> Iterator[str]:
+def own_node(memory: str = "4GiB", host: Host = HERE_HOST) -> Iterator[str]:
     """A node that listens on TCP, in a folder of its own; its address."""
     with tempfile.TemporaryDirectory(prefix="tm-bench-") as folder:
-        address = f"127.0.0.1:{free_port()}"
+        address = f"{host.address}:{free_port()}"
         env = {**os.environ, "TM_RUNTIME_DIR": folder, "PYTHONPATH": str(HERE.parent), "TM_TOKEN": TOKEN}
-        command = [sys.executable, "-m", "torch_mooncake", "node", "--memory", memory, "--listen", f"tcp://{address}"]
+        command = [
+            *host.prefix,
+            sys.executable,
+            "-m",
+            "torch_mooncake",
+            "node",
+            "--memory",
+            memory,
+            "--listen",
+            f"tcp://{address}",
+        ]
         node = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield address
@@ -35,15 +46,19 @@ def own_node(memory: str = "4GiB") -> Iterator[str]:
 
 
 @contextmanager
-def contenders(address: str, peers: Path | None, names: tuple[str, ...], elsewhere: bool) -> Iterator[dict[str, Store]]:
-    """Ours, and those peers that start. ``elsewhere``: our reader believes to be on another host."""
+def contenders(
+    address: str, peers: Path | None, names: tuple[str, ...], elsewhere: bool, hosts: tuple[Host, Host] | None = None
+) -> Iterator[dict[str, Store]]:
+    """Ours, and those peers that start. ``elsewhere``: our reader believes to be on another host. ``hosts``: of the
+    server, and of writer and reader."""
+    server, users = hosts or (None, None)
     stores: dict[str, Store] = {}
     try:
         env = {"TM_HOST_ID": "elsewhere"} if elsewhere else {}
-        stores["torch_mooncake"] = Store("torch_mooncake", Path(), (address, address), env)
+        stores["torch_mooncake"] = Store("torch_mooncake", Path(), address, env, server, users)
         for name in names if peers else ():
             try:
-                stores[name] = Store(name, peers or Path())
+                stores[name] = Store(name, peers or Path(), "", None, server, users)
             except Exception as error:
                 print(f"FAILED  {name}: {error}")
         yield stores
@@ -116,6 +131,50 @@ def batches(table: Table, peers: Path | None, n: int) -> None:
         presence(table, stores, n, over_tcp=True)
 
 
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Network namespaces joined by a veth pair, with cubic. Needs root."""
+    names = [f"tm-bench-{os.getpid()}-{side}" for side in "ab"]
+
+    def ip(*command: str) -> None:
+        subprocess.run(["ip", *command], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "tm0", "netns", names[0], "type", "veth", "peer", "name", "tm0", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.79.0.{i + 1}/24", "dev", "tm0")
+            for device in ("lo", "tm0"):
+                ip("-n", name, "link", "set", device, "up")
+            ip("-n", name, "route", "replace", "10.79.0.0/24", "dev", "tm0", "congctl", "cubic")
+        a, b = (Host(f"10.79.0.{i + 1}", ("ip", "netns", "exec", name)) for i, name in enumerate(names))
+        yield a, b
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def between_hosts(table: Table, peers: Path | None, n: int) -> None:
+    """Batches of small values: what is stored lies in one namespace, writer and reader are in the other."""
+    if os.geteuid() != 0:
+        print("no rows between two namespaces: they need root")
+        return
+    with two_hosts() as hosts, own_node(host=hosts[0]) as address:
+        with contenders(address, peers, ("mooncake",), elsewhere=True, hosts=hosts) as stores:
+            samples = rounds(stores, n, BATCH, SMALL, again=False)
+    for what in ("put", "get"):
+        theirs = rate(samples, "mooncake", what, BATCH)
+        table.measured(
+            f"4 KiB, batches of {BATCH}: {what}, over TCP between two namespaces",
+            rate(samples, "torch_mooncake", what, BATCH),
+            "keys/s",
+            against="mooncake" if theirs else "",
+            baseline=theirs or None,
+            ratio_limit=3.0,
+        )
+
+
 def presence(table: Table, stores: dict[str, Store], n: int, over_tcp: bool = False) -> None:
     """Which of 1000 keys are there, again and again."""
     keys = [f"page/{i}" for i in range(BATCH)]
@@ -182,9 +241,13 @@ def directory(table: Table, quick: bool) -> None:
         ]
         command += ["-L", str(library), "-ltorch_mooncake", f"-Wl,-rpath,{library}"]
         subprocess.run(command, check=True)
-        lines = subprocess.run(
-            [binary, str(keys), "9"], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout.splitlines()
+
+        def output(*arguments: str) -> list[str]:
+            done = subprocess.run([binary, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+            return done.stdout.splitlines()
+
+        lines = output(str(keys), "9")
+        announced = [float(line) for line in output("rebuild", "1000000", "5")]
     per_key = float(lines[0])
     found: list[Any] = [[float(word) / 1e6 for word in line.split()] for line in lines[1:]]
     size = f"{keys // 1_000_000} M keys"
@@ -193,3 +256,4 @@ def directory(table: Table, quick: bool) -> None:
     )
     table.measured(f"directory: locations in process, one by one, {size}", [f[1] for f in found], "M/s")
     table.measured(f"directory: memory a key, {size}", [per_key], "B", limit=128.0, at_least=False)
+    table.measured("directory: 1 M announced objects taken in, in process", announced, "s", limit=1.5, at_least=False)

@@ -1,7 +1,7 @@
 """Key-value stores side by side: one writer and one reader process for each, told by JSON lines what to do.
 
-As a script it is one such process (``stores.py STORE ROLE ADDRESS``, in the peers' environment for peers); ``Store`` in
-the benchmark's process starts server, writer and reader. Values lie in, and come into, memory of the process's own.
+As a script it is one such process (``stores.py STORE ROLE ADDRESS HOST``, in the peers' environment for peers); ``Store``
+in the benchmark's process starts server, writer and reader. Values lie in, and come into, memory of the process's own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ SEGMENT = 3 << 30  # what a Mooncake client lends
 
 
 class Mooncake:
-    """Pointers to registered memory, in batches; the writer holds the segment: its fastest mode."""
+    """Pointers to registered memory, in batches; the writer holds the segment (its fastest mode), or a lender does."""
 
-    def __init__(self, role: str, address: str, memory: Any) -> None:
+    def __init__(self, role: str, address: str, host: str, memory: Any) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self.store = MooncakeDistributedStore()
-        lends = SEGMENT if role == "writer" else 0
-        if self.store.setup("127.0.0.1", "P2PHANDSHAKE", lends, 64 << 20, "tcp", "", address) != 0:
+        lends = SEGMENT if role in ("writer", "lender") else 0
+        if self.store.setup(host, "P2PHANDSHAKE", lends, 64 << 20, "tcp", "", address) != 0:
             raise RuntimeError("Mooncake's client was not set up")
         self.base = memory.ctypes.data
         if self.store.register_buffer(self.base, memory.nbytes) != 0:
@@ -58,11 +59,11 @@ class Mooncake:
 class Redis:
     """redis-py with hiredis; MSET and MGET."""
 
-    def __init__(self, role: str, address: str, memory: Any) -> None:
+    def __init__(self, role: str, address: str, host: str, memory: Any) -> None:
         import redis
 
-        host, _, port = address.rpartition(":")
-        self.redis, self.memory = redis.Redis(host=host, port=int(port)), memory
+        server, _, port = address.rpartition(":")
+        self.redis, self.memory = redis.Redis(host=server, port=int(port)), memory
 
     def put(self, keys: list[str], nbytes: int) -> None:
         view = memoryview(self.memory)
@@ -85,7 +86,7 @@ class Redis:
 class Ours:
     """Tensors; put_many, and get_many into tensors."""
 
-    def __init__(self, role: str, address: str, memory: Any) -> None:
+    def __init__(self, role: str, address: str, host: str, memory: Any) -> None:
         import torch
 
         import torch_mooncake as tm
@@ -118,7 +119,7 @@ class Ours:
 STORES = {"mooncake": Mooncake, "redis": Redis, "torch_mooncake": Ours}
 
 
-def serve(name: str, role: str, address: str) -> None:
+def serve(name: str, role: str, address: str, host: str) -> None:
     """Do what stdin says: seconds of each call."""
     import numpy as np
 
@@ -130,7 +131,7 @@ def serve(name: str, role: str, address: str) -> None:
         answers.flush()
 
     try:
-        store: Any = STORES[name](role, address, memory)
+        store: Any = STORES[name](role, address, host, memory)
     except Exception as error:  # told to who asked
         tell(error=f"{type(error).__name__}: {error}")
         return
@@ -160,9 +161,19 @@ def serve(name: str, role: str, address: str) -> None:
             tell(error=f"{type(error).__name__}: {error}")
 
 
+@dataclass
+class Host:
+    """An address, and what a command begins with to run there."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
 class Worker:
-    def __init__(self, python: str, name: str, role: str, address: str, env: dict[str, str]) -> None:
-        command = [python, str(HERE / "stores.py"), name, role, address]
+    """One such process, on ``host``."""
+
+    def __init__(self, python: str, name: str, role: str, address: str, env: dict[str, str], host: Host) -> None:
+        command = [*host.prefix, python, str(HERE / "stores.py"), name, role, address, host.address]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._answer()
 
@@ -190,9 +201,20 @@ class Worker:
 
 
 class Store:
-    """A store with its server, a writer and a reader. ``writer_address``, ``reader_address``: of ours."""
+    """A store with its server, a writer and a reader. ``address``: of our node. With ``users`` on another host than the
+    server, what is stored is on the server's."""
 
-    def __init__(self, name: str, peers: Path, addresses: tuple[str, str] = ("", ""), reader_env: Any = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        peers: Path,
+        address: str = "",
+        reader_env: Any = None,
+        server: Host | None = None,
+        users: Host | None = None,
+    ) -> None:
+        self.host, users = server or Host(), users or server or Host()
+        far = users != self.host
         self.server: subprocess.Popen[bytes] | None = None
         self.folder = tempfile.mkdtemp(prefix="tm-bench-")
         env, python = dict(os.environ), sys.executable
@@ -205,38 +227,45 @@ class Store:
                 env |= {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
                 env["MC_STORE_CLIENT_METRIC"] = "0"
                 port = free_port()
-                addresses = (f"127.0.0.1:{port}",) * 2
+                address = f"{self.host.address}:{port}"
                 self.server = self._serve(name, peers, debian, port, env)
             else:
                 env |= {"PYTHONPATH": str(HERE.parent), "TM_TOKEN": TOKEN}
-            self.writer = Worker(python, name, "writer", addresses[0], env)
-            self.reader = Worker(python, name, "reader", addresses[1], env | (reader_env or {}))
+            elsewhere = env | (reader_env or {})
+            if far and name == "mooncake":
+                self.lender = Worker(python, name, "lender", address, env, self.host)
+            self.writer = Worker(python, name, "user" if far else "writer", address, elsewhere if far else env, users)
+            self.reader = Worker(python, name, "reader", address, elsewhere, users)
         except BaseException:
             self.close()
             raise
 
     def _serve(self, name: str, peers: Path, debian: Path, port: int, env: dict[str, str]) -> Any:
         if name == "redis":
-            command = [str(debian / "usr/bin/redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
+            command = [str(debian / "usr/bin/redis-server"), "--port", str(port), "--bind", self.host.address]
             command += ["--save", "", "--appendonly", "no"]
         else:
             found = next(iter(peers.rglob("mooncake/mooncake_master")))
             command = [str(found), f"--rpc_port={port}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=1000"]
         server = subprocess.Popen(
-            command, env=env, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*self.host.prefix, *command],
+            env=env,
+            cwd=self.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
+        # Seen from its own host: a connection from elsewhere would need to be there.
+        look = f"import socket; socket.create_connection(('{self.host.address}', {port}), 1)"
         for _ in range(100):
-            try:
-                socket.create_connection(("127.0.0.1", port), 0.1).close()
+            if subprocess.run([*self.host.prefix, sys.executable, "-c", look], capture_output=True).returncode == 0:
                 return server
-            except OSError:
-                time.sleep(0.05)
+            time.sleep(0.05)
         server.kill()
         raise RuntimeError(f"{command[0]} does not listen")
 
     def close(self) -> None:
-        for worker in (getattr(self, "reader", None), getattr(self, "writer", None)):
-            if worker is not None:
+        for role in ("reader", "writer", "lender"):
+            if (worker := getattr(self, role, None)) is not None:
                 worker.close()
         if self.server is not None:
             self.server.terminate()
@@ -251,4 +280,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:4])
+    serve(*sys.argv[1:5])

@@ -66,7 +66,9 @@ def pooled(trace: list[list[int]], capacity: int) -> float:
     return hits / sum(map(len, trace))
 
 
-def trace_rows(table: Table, folder: Path, quick: bool, capacities: tuple[int, ...] = ()) -> None:
+def trace_rows(table: Table, folder: Path, every: bool, capacities: tuple[int, ...] = ()) -> None:
+    """Of these capacities; of none given all, or with not ``every`` one."""
+    capacities = capacities or (CAPACITIES if every else (10_000,))
     for name, expected in TURNOVER.items():
         path = folder / f"{name}_trace.jsonl"
         if not path.exists():
@@ -74,7 +76,7 @@ def trace_rows(table: Table, folder: Path, quick: bool, capacities: tuple[int, .
             continue
         trace = requests(path)
         for capacity, least in zip(CAPACITIES, expected, strict=True):
-            if capacity not in (capacities or ((10_000,) if quick else CAPACITIES)):
+            if capacity not in capacities:
                 continue
             others = {"LRU": LRU(capacity), "ARC": ARC(capacity), "S3-FIFO": S3FIFO(capacity)}
             rates = {other: simulated(policy, trace) for other, policy in others.items()}
@@ -98,7 +100,7 @@ def own_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     table = Table("Hit rates on traces")
-    trace_rows(table, args.traces, args.quick, tuple(args.capacity))
+    trace_rows(table, args.traces, not args.quick, tuple(args.capacity))
     return table.rows
 
 

@@ -318,15 +318,19 @@ Result<Announcement> DonorImpl::describe(ExtentRef extent) const {
   return announcement(index);
 }
 
-std::vector<Announcement> DonorImpl::announce() const {
+std::vector<Announcement> Donor::announce() const {
   std::vector<Announcement> out;
+  announce([&out](Announcement a) { out.push_back(std::move(a)); });
+  return out;
+}
+
+void DonorImpl::announce(const std::function<void(Announcement)>& fn) const {
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
-    if (state == ExtentState::committed || state == ExtentState::final) out.push_back(announcement(i));
+    if (state == ExtentState::committed || state == ExtentState::final) fn(announcement(i));
   }
   for (const auto& [generation, t] : tiers_)
-    if (!t.dram && t.at) out.push_back(announcement(t));
-  return out;
+    if (!t.dram && t.at) fn(announcement(t));
 }
 
 std::vector<Announcement> DonorImpl::announce_prepared() const {
@@ -337,12 +341,21 @@ std::vector<Announcement> DonorImpl::announce_prepared() const {
   return out;
 }
 
-std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit, int64_t now_ns) const {
-  std::set<std::string> found;
+std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit, int64_t now_ns,
+                                         std::string_view after) const {
+  std::vector<std::string_view> found;
+  std::string_view bound;  // from it on nothing is among the first
+  auto cut = [&] {
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    if (found.size() < limit) return;
+    found.resize(limit);
+    bound = found.back();
+  };
   auto add = [&](std::string_view key) {
-    if (!key.starts_with(prefix)) return;
-    found.emplace(key);
-    if (found.size() > limit) found.erase(std::prev(found.end()));  // the first `limit` in order
+    if (!key.starts_with(prefix) || key <= after || (!bound.empty() && key >= bound)) return;
+    found.push_back(key);
+    if (found.size() / 2 >= limit) cut();
   };
   for (const auto& [generation, t] : tiers_) {
     const ssd::Record& r = t.record;
@@ -352,9 +365,9 @@ std::vector<std::string> DonorImpl::keys(std::string_view prefix, size_t limit, 
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
     if (state != ExtentState::committed && state != ExtentState::final) continue;
-    if (const ExtentEntry& e = table_->at(i); expires_ns(e) <= now_ns) continue;
-    add(table_->record(i).key);
+    if (expires_ns(table_->at(i)) > now_ns) add(table_->key(i));
   }
+  cut();
   return {found.begin(), found.end()};
 }
 

@@ -166,10 +166,12 @@ class TM_API Donor {
   // Results of disk work wait until run_completions(); `wake` (from any thread) says that there are some.
   virtual void set_wake(std::function<void()> wake) = 0;
   virtual void run_completions() = 0;
-  virtual std::vector<Announcement> announce() const = 0;           // COMMITTED and FINAL, not superseded
+  virtual void announce(const std::function<void(Announcement)>& fn) const = 0;  // COMMITTED and FINAL, not superseded
+  std::vector<Announcement> announce() const;
   virtual std::vector<Announcement> announce_prepared() const = 0;  // what a rebuild may have to complete
-  // Without what has expired by `now_ns`.
-  virtual std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns = 0) const = 0;
+  // The first `limit` behind `after`, in order, without what has expired by `now_ns`. Looks at all there is.
+  virtual std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns = 0,
+                                        std::string_view after = {}) const = 0;
 
   // The writer will write no more into this extent of its own: a fenced one can be reused, a PREPARED one is dropped.
   // (After drop_txn or a timeout the extent is `fenced`, in limbo, until this or the end of the writer's session.)

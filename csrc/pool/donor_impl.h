@@ -48,9 +48,11 @@ class DonorImpl final : public Donor {
   void set_tier_callback(std::function<void(const Announcement&)> fn) override { tier_changed_ = std::move(fn); }
   void set_wake(std::function<void()> wake) override { inbox_->set_wake(std::move(wake)); }
   void run_completions() override;
-  std::vector<Announcement> announce() const override;
+  using Donor::announce;
+  void announce(const std::function<void(Announcement)>& fn) const override;
   std::vector<Announcement> announce_prepared() const override;
-  std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns) const override;
+  std::vector<std::string> keys(std::string_view prefix, size_t limit, int64_t now_ns,
+                                std::string_view after) const override;
 
   Status give_back(ExtentRef extent, SessionId session) override;
   void abandon(const TxnId& txn, SessionId session) override;

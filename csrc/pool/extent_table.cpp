@@ -251,6 +251,11 @@ Record ExtentTable::record(uint32_t index) const {
   return r;
 }
 
+std::string_view ExtentTable::key(uint32_t index) const {
+  const auto& h = *reinterpret_cast<const RecordHeader*>(records_map_->data + entries_[index].record_offset);
+  return {reinterpret_cast<const char*>(&h + 1) + h.pieces * sizeof(Piece), h.key_nbytes};
+}
+
 Status ExtentTable::check() const {
   TM_TRY(record_space_->check());
   std::vector<bool> listed(header_->entries);

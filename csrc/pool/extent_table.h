@@ -64,6 +64,7 @@ class ExtentTable {
   void set_state(uint32_t index, ExtentState state);  // release
   uint64_t generation(uint32_t index) const;
   Record record(uint32_t index) const;
+  std::string_view key(uint32_t index) const;
   KeyHash key_hash(std::string_view key) const { return hash_key(key, header_->hash_seed); }
 
   uint32_t entries() const { return header_->entries; }

@@ -36,6 +36,7 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
 
   for (auto& [hash, candidates] : candidates_)  // it may have announced before, and restarted
     std::erase_if(candidates, [&](const Candidate& c) { return c.donor == *index; });
+  candidates_.reserve(candidates_.size() + extents.size());
   for (const Announced& a : extents) {
     const KeyHash h = hash(a.key);
     // Only a donor of the last view can know what has become of its named keys.
@@ -103,6 +104,14 @@ bool Home::completes(const Candidate& prepared, const Op& op) { return op.parts 
 
 void Home::judge(const KeyHash& hash, Candidates candidates) {
   if (candidates.empty()) return;
+  // As almost all are: one copy, of one writer.
+  if (const Candidate& only = candidates[0]; candidates.size() == 1 && only.parts == 1 && is_stored(only.state)) {
+    const uint32_t replicas = std::max<uint32_t>(1, only.replicas);
+    set_entry(hash, {only.version, only.kind, 1, only.expires_ns, {only}, replicas});
+    if (only.state != ExtentState::final)
+      send(hash, only.donor, make_mark(Mark::What::finalize, hash, only.extent), false);
+    return;
+  }
   std::map<Version, Candidates, std::greater<>> versions;
   Candidates prepared;
   for (const Candidate& c : candidates) (is_stored(c.state) ? versions[c.version] : prepared).push_back(c);
@@ -197,19 +206,22 @@ bool Home::needs(const Busy& busy, const Spot& spot) {
 }
 
 void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
-  std::set<std::pair<uint32_t, uint64_t>> there;
+  std::vector<std::pair<uint32_t, uint64_t>> there;
   for (const Announced& a : extents)
-    if (is_stored(a.state)) there.emplace(a.extent.index, a.extent.generation);
+    if (is_stored(a.state)) there.emplace_back(a.extent.index, a.extent.generation);
+  std::sort(there.begin(), there.end());
+  const auto is_there = [&](ExtentRef e) {
+    return std::binary_search(there.begin(), there.end(), std::pair(e.index, e.generation));
+  };
   std::vector<std::pair<KeyHash, ExtentRef>> missing;
   entries_.for_each([&](const KeyHash& hash, const Index::Ref& e) {
     for (size_t i = 0; i < e.spots(); ++i)
-      if (const Spot spot = e.spot(i); spot.donor == donor && !there.count({spot.extent.index, spot.extent.generation}))
+      if (const Spot spot = e.spot(i); spot.donor == donor && !is_there(spot.extent))
         missing.emplace_back(hash, spot.extent);
   });
   for (const auto& [hash, busy] : busy_) {
     auto check = [&, h = hash](const Spot& spot, bool stored) {
-      if (spot.donor == donor && stored && !there.count({spot.extent.index, spot.extent.generation}))
-        missing.emplace_back(h, spot.extent);
+      if (spot.donor == donor && stored && !is_there(spot.extent)) missing.emplace_back(h, spot.extent);
     };
     for (const NewSpot& spot : busy.op.spots) check(spot, spot.state == NewSpot::State::committed);
     for (const Candidate& c : busy.op.rest) check(c, true);
@@ -230,12 +242,14 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
       continue;
     }
     const Index::Ref known = entries_.find(h);
+    bool as_known = false;
+    for (size_t i = 0; known && !as_known && i < known.spots(); ++i)
+      as_known = known.spot(i) == spot && known.spot(i).tier == a.tier;
+    if (as_known) continue;
     IndexEntry entry = known ? known.entry() : IndexEntry{};
     if (const auto same = std::find(entry.spots.begin(), entry.spots.end(), spot); same != entry.spots.end()) {
-      if (same->tier != a.tier) {
-        same->tier = a.tier;
-        entries_.set(h, entry);
-      }
+      same->tier = a.tier;
+      entries_.set(h, entry);
       continue;
     }
     if (asked.count({a.extent.index, a.extent.generation})) continue;

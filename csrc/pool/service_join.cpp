@@ -111,10 +111,13 @@ void NodeServiceImpl::drop_named(std::function<void(const Status&)> done) {
     if (!s.is_ok()) log::error("pool", s.with("dropping what an expelled node held").to_string());
     if (--*left == 0) done({});
   };
-  for (const Announcement& a : donor_->announce()) {
-    if (a.kind != Kind::named) continue;
+  std::vector<ExtentRef> named;
+  donor_->announce([&named](const Announcement& a) {
+    if (a.kind == Kind::named) named.push_back(a.extent);
+  });
+  for (ExtentRef extent : named) {
     ++*left;
-    donor_->remove(a.extent, one);
+    donor_->remove(extent, one);
   }
   one({});
   retry_reservations();
@@ -135,7 +138,7 @@ Announced NodeServiceImpl::slim(Announcement a) const {
 
 std::vector<Announced> NodeServiceImpl::announcements() const {
   std::vector<Announced> out;
-  for (Announcement& a : donor_->announce()) out.push_back(slim(std::move(a)));
+  donor_->announce([&](Announcement a) { out.push_back(slim(std::move(a))); });
   for (Announcement& a : donor_->announce_prepared()) out.push_back(slim(std::move(a)));
   return out;
 }

@@ -161,8 +161,10 @@ void NodeServiceImpl::on_touch(const rpc::SessionPtr&, TouchCall call, Responder
 void NodeServiceImpl::on_keys(const rpc::SessionPtr&, KeysCall call, ResponderPtr responder) {
   KeysAnswer answer;
   size_t bytes = 0;
-  for (std::string& key : donor_->keys(call.prefix, SIZE_MAX, steady_ns())) {
-    if (!call.after.empty() && key <= call.after) continue;
+  constexpr size_t kMostKeys = kAnswerBytes / 16;
+  auto keys = donor_->keys(call.prefix, kMostKeys, steady_ns(), call.after);
+  answer.more = keys.size() == kMostKeys;
+  for (std::string& key : keys) {
     if (bytes >= kAnswerBytes) {
       answer.more = true;
       break;

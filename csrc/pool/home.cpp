@@ -559,7 +559,7 @@ void Home::expel(const NodeId& node) {
   const Status why(Code::peer_lost, "a donor was lost during the commit");
   for (const Outstanding& o : over)
     resolve_mark(o.hash, o.donor, o.mark, o.mark.what == Mark::What::commit ? why : Status{});
-  judge_all();
+  judge_all({});
 }
 
 void Home::forget_donor(uint32_t donor) {

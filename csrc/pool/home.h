@@ -217,6 +217,7 @@ class TM_API Home {
     Op op;
   };
   using Candidates = std::vector<Candidate>;
+  using Heard = std::vector<std::pair<KeyHash, Candidate>>;
 
   std::optional<uint32_t> donor_index(const NodeId& id) const;
   DonorState& donor(uint32_t index) { return donors_[index]; }
@@ -254,7 +255,7 @@ class TM_API Home {
 
   // Rebuild (home_rebuild.cpp).
   void compare(uint32_t donor, const std::vector<Announced>& extents);
-  void judge_all();
+  void judge_all(const Heard& heard);
   void judge(const KeyHash& hash, Candidates candidates);
   Found served_early(const Candidates& candidates) const;
   static bool completes(const Candidate& prepared, const Op& op);

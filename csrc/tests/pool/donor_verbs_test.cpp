@@ -260,6 +260,34 @@ TEST_CASE("slot pages: 8191 pins, then busy; the keeper hears of pages that come
   CHECK(heard == std::vector<std::pair<SessionId, bool>>{{5, true}, {5, false}});
 }
 
+TEST_CASE("keys come in pages, each behind the last one of the page before") {
+  auto donor = make_donor(4 * MiB);
+  std::vector<std::string> all;
+  for (int i = 0; i < 300; ++i) {
+    all.push_back("k/" + std::to_string(i * 7919 % 1000));
+    put(*donor, all.back(), 100);
+    put(*donor, "other/" + std::to_string(i), 100);
+  }
+  put(*donor, all[5], 200, {1, 2});  // a second version, not superseded yet: named once
+  std::sort(all.begin(), all.end());
+  for (size_t page : {1, 7, 150, 300, 1000}) {
+    std::vector<std::string> got;
+    for (;;) {
+      const auto some = donor->keys("k/", page, 0, got.empty() ? "" : got.back());
+      CHECK(some.size() <= page);
+      if (some.empty()) break;
+      got.insert(got.end(), some.begin(), some.end());
+    }
+    CHECK(got == all);
+  }
+}
+
+TEST_CASE("how many objects a donor can have goes by the memory it lends") {
+  auto table_of = [](uint64_t limit) { return (*Donor::create({limit}))->segments()[0]->capacity(); };
+  CHECK(table_of(MiB) == kTableHeaderBytes + (size_t{1} << 20) * sizeof(ExtentEntry));
+  CHECK(table_of(16 * 1024 * MiB) == kTableHeaderBytes + (size_t{16} << 20) * sizeof(ExtentEntry));
+}
+
 TEST_CASE("a million small objects: memory in bounds, and all found again") {
   auto rss_anon_kib = [] {
     std::ifstream status("/proc/self/status");

@@ -75,6 +75,22 @@ TEST_CASE("uses of evicted keys are remembered for four capacities") {
   CHECK(lru.uses(1) == 1);
 }
 
+TEST_CASE("of more than a million members the uses are remembered as well") {
+  const uint32_t n = 3 << 20;
+  Turnover lru(n, n);
+  auto hash = [](uint32_t i) { return (i + 1) * 0x9e3779b97f4a7c15; };
+  for (uint32_t i = 0; i < n; ++i) lru.insert(i, hash(i), 1);
+  for (uint32_t i = 0; i < n; ++i) lru.touch(i);
+  for (uint32_t i = 0; i < n; ++i) lru.evict(i, hash(i));
+  uint32_t remembered = 0;
+  for (uint32_t i = 0; i < n; ++i) {
+    lru.insert(i, hash(i), 1);
+    remembered += lru.uses(i) == 3;
+  }
+  CHECK(remembered > n / 10 * 8);  // four to a bucket: some buckets get more than they hold
+  CHECK(lru.size() == n);
+}
+
 TEST_CASE("prefix chains touched tail first: a parent never goes before its child") {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     std::mt19937_64 rng(seed);

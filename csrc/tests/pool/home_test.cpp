@@ -380,3 +380,27 @@ TEST_CASE("a rebuilt home goes by the earliest of its donors' clocks") {
   CHECK(d.donors[1].extents.empty());
   CHECK(d.home.check().is_ok());
 }
+
+TEST_CASE("many keys of two donors are there after a rebuild, with every copy, and the younger of two versions") {
+  Direct d;
+  constexpr int kKeys = 600;
+  const std::vector<std::vector<int>> on{{0}, {1}, {0, 1}};
+  auto key = [](int i) { return "k" + std::to_string(i); };
+  for (int i = 0; i < kKeys; ++i)
+    d.commit(d.call(key(i), static_cast<uint64_t>(i) + 1, on[static_cast<size_t>(i % 3)]));
+  std::vector<ExtentRef> old;
+  for (int i : {0, 300}) {  // of the donor that is heard last: its replacement was not over
+    old.push_back(d.donors[0].reserve(key(i), Kind::named, txn_of(900'000), 0, 1, 77));
+    d.donors[0].at(old.back())->a.version = {0, 1};
+    d.donors[0].at(old.back())->a.state = ExtentState::committed;
+  }
+  d.rebuild();
+  REQUIRE(d.home.complete());
+  CHECK(d.home.keys() == kKeys);
+  for (int i = 0; i < kKeys; ++i) {
+    CHECK(d.value(key(i)) == static_cast<uint64_t>(i) + 1);
+    CHECK(d.home.find(key(i)).places.size() == on[static_cast<size_t>(i % 3)].size());
+  }
+  for (ExtentRef extent : old) CHECK(d.donors[0].at(extent) == nullptr);
+  CHECK(d.home.check().is_ok());
+}

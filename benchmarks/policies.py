@@ -1,4 +1,4 @@
-"""Policies of eviction to hold the pool's against, for the trace rows: each keeps ``capacity`` keys and is told of uses.
+"""Policies of eviction to hold the pool's against: each keeps ``capacity`` keys and is told of uses. For traces.py.
 
 ``key in policy``: whether it has it; ``policy.use(key)``: it is used, and kept from now on.
 """

@@ -1,7 +1,8 @@
 """Key-value stores side by side: one writer and one reader process for each, told by JSON lines what to do.
 
-As a script it is one such process (``stores.py STORE ROLE ADDRESS HOST``, in the peers' environment for peers); ``Store``
-in the benchmark's process starts server, writer and reader. Values lie in, and come into, memory of the process's own.
+As a script it is one such process (``stores.py STORE ROLE ADDRESS HOST``, in the peers' environment for peers);
+``Store`` in the benchmark's process starts server, writer and reader. Values lie in, and come into, memory of the
+process's own.
 """
 
 from __future__ import annotations

@@ -345,9 +345,12 @@ def refresh_keys(client: Client, keys: Sequence[str], unpin: bool, deadline_ns: 
 def refresh_objects(client: Client, objects: Sequence, unpin: bool, deadline_ns: int) -> None: ...
 
 def key_events(client: Client, stream: int, after: int, prefix: str, wait_ms: int, deadline_ns: int) -> tuple:
-    """(stream, last, anew, [(hash, key, there, sealed, version)])"""
+    """(stream, last, anew, [(kind, hash, key, sealed, version, medium)])"""
 
 def key_hashes(client: Client, keys: Sequence[str]) -> list: ...
+
+def key_media(client: Client, keys: Sequence[str], deadline_ns: int) -> list:
+    """"cpu", "disk" or None: not there."""
 
 def put_pages(client: Client, keys: Sequence[str], metas: Sequence[bytes], layers: Sequence[tuple[int, int]], page_nbytes: int, num_pages: int, pages: Sequence[int], deadline_ns: int) -> list:
     """

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
 
 T = TypeVar("T")
+Kind = Literal["stored", "moved", "removed", "cleared"]
+Tier = Literal["cpu", "disk"]  # memory, or an SSD only
 _POLL_S = 30.0
 _ANSWER_S = 2.0  # the pool has so long to answer, however short the timeout
 _RETRY_S = 0.5
@@ -31,16 +33,16 @@ _RETRY_S = 0.5
 class Event(NamedTuple):
     """``seq`` counts the events of one subscription from 0, without a gap.
 
-    ``stored``: the key is there, with this version (None in the first look, which does not ask). ``removed``: it was
-    deleted or taken, expired, was evicted or lost with its node. ``cleared``: forget all keys; those that are there
-    follow as ``stored``.
+    ``stored``: the key is there, with this version (None in the first look, which does not ask). ``moved``: it went to
+    an SSD, or came back. ``removed``: it was deleted or taken, expired, was evicted or lost with its node. ``cleared``:
+    forget all keys; those that are there follow as ``stored``.
     """
 
     seq: int
-    kind: Literal["stored", "removed", "cleared"]
+    kind: Kind
     key: str
     version: tuple[int, int] | None
-    tier: str  # "cpu": memory
+    tier: Tier  # where it is now; of what was removed: where it was last
 
 
 class Subscription:
@@ -49,7 +51,7 @@ class Subscription:
     def __init__(self, pool: Pool, prefix: str = "") -> None:
         self._pool, self.prefix = pool, prefix
         self._stream = self._after = 0
-        self._names: dict[bytes, str] = {}  # of the keys that are there, by hash
+        self._there: dict[bytes, tuple[str, Tier]] = {}  # the keys, by hash
         self._seq = 0
         self._started = False
         self._closed = threading.Event()
@@ -57,7 +59,7 @@ class Subscription:
     @property
     def keys(self) -> set[str]:
         """Those that are there after the events told so far."""
-        return set(self._names.values())
+        return {key for key, _ in self._there.values()}
 
     def get(self, timeout: float | None = 30) -> list[Event]:
         """The next events, at least one; DeadlineExceeded if none comes within ``timeout`` seconds. 0: those that are
@@ -115,24 +117,35 @@ class Subscription:
         from torch_mooncake import _core
 
         keys = self._pool.keys(self.prefix, timeout=seconds_left(answer_by))
-        names = dict(zip(_core.key_hashes(client, keys), keys, strict=True))
-        events = [self._next("cleared", "", None)] if self._started else []
-        events += [self._next("stored", key, None) for key in keys]
-        self._started, self._names, self._stream, self._after = True, names, stream, last
+        media = _core.key_media(client, keys, answer_by)  # None: it has just gone, or is about to be told
+        found = [(key, medium or "cpu") for key, medium in zip(keys, media, strict=True)]
+        there = dict(zip(_core.key_hashes(client, keys), found, strict=True))
+        events = [self._next("cleared", "", None, "cpu")] if self._started else []
+        events += [self._next("stored", key, None, tier) for key, tier in found]
+        self._started, self._there, self._stream, self._after = True, there, stream, last
         return events
 
-    def _event(self, digest: bytes, key: str, there: bool, sealed: bool, version: tuple[int, int]) -> Event | None:
-        if there:
-            if sealed and digest in self._names:  # the look has told it
+    def _event(
+        self, kind: Kind, digest: bytes, key: str, sealed: bool, version: tuple[int, int], tier: Tier
+    ) -> Event | None:
+        known = self._there.get(digest)
+        if kind == "stored":
+            if sealed and known:  # the look has told it
                 return None
-            self._names[digest] = key
-            return self._next("stored", key, version)
-        name = self._names.pop(digest, None)
-        return None if name is None else self._next("removed", name, None)
+            self._there[digest] = key, tier
+            return self._next("stored", key, version, tier)
+        if known is None:
+            return None
+        name, was = known
+        if kind == "removed":
+            del self._there[digest]
+            return self._next("removed", name, None, was)
+        self._there[digest] = name, tier
+        return None if tier == was else self._next("moved", name, version, tier)
 
-    def _next(self, kind: Literal["stored", "removed", "cleared"], key: str, version: tuple[int, int] | None) -> Event:
+    def _next(self, kind: Kind, key: str, version: tuple[int, int] | None, tier: Tier) -> Event:
         self._seq += 1
-        return Event(self._seq - 1, kind, key, version, "cpu")
+        return Event(self._seq - 1, kind, key, version, tier)
 
 
 def rounds(get: Callable[[float], list[T]], closed: threading.Event) -> Iterator[list[T]]:
@@ -153,4 +166,4 @@ def rounds(get: Callable[[float], list[T]], closed: threading.Event) -> Iterator
             yield found
 
 
-__all__ = ["Event", "Subscription", "rounds"]
+__all__ = ["Event", "Subscription", "Tier", "rounds"]

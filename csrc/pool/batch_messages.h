@@ -159,20 +159,21 @@ struct RemoveManyAnswer {
   }
 };
 
-// Which keys are there: nothing but that.
+// Which keys are there: nothing but that, or in which tier, too.
 struct ExistsCall {
   static constexpr const char* kName = "exists";
   uint64_t view = 0;
   uint32_t timeout_ms = 0;
   std::vector<std::string_view> keys;
+  bool tiers = false;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(timeout_ms)(keys, kMaxBatch);
+    ar(view)(timeout_ms)(keys, kMaxBatch)(tiers);
   }
 };
 struct ExistsAnswer {
   static constexpr const char* kName = "exists answer";
-  std::string there;  // one byte a key: 0 or 1
+  std::string there;  // one byte a key: 0, or 1; with `tiers` 2 for what is on an SSD only
   template <typename Ar>
   void fields(Ar& ar) {
     ar(there, kMaxBatch);

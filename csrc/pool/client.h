@@ -97,10 +97,11 @@ struct MappedObject {
 struct KeyEvents {
   struct Event {
     Id128 hash{};     // Client::key_hash of the key
-    std::string key;  // empty if it went
-    bool there = false;
+    std::string key;  // empty if it went; of one that moved it may be
+    KeyChange what = KeyChange::removed;
     Kind kind = Kind::named;
     Version version;
+    Tier tier = Tier::dram;  // where it is now
   };
   uint64_t stream = 0, last = 0;
   bool anew = false;
@@ -157,6 +158,8 @@ class TM_API Client {
   virtual Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) = 0;
 
   virtual Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) = 0;
+  // Where each is; none: it is not there.
+  virtual Result<std::vector<std::optional<Tier>>> tiers(std::span<const std::string> keys, Deadline deadline) = 0;
   // False: was not there. With `only`, that version and no other: of all who ask for it at most one is told true; if
   // the answer is lost, the error's message begins with "outcome unknown".
   virtual Result<bool> remove(std::string_view key, Deadline deadline, std::optional<Version> only = {}) = 0;
@@ -183,8 +186,8 @@ class TM_API Client {
   virtual std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) = 0;
 
   // The events after number `after` of `stream` (of the answer before; 0 at first): keys with this prefix that are
-  // there now, and any key that went. Returns when there are some, or without any after `wait_ms`. `anew`: some are
-  // missing; whoever looks at all keys now and goes on from `last` misses nothing.
+  // there now or have moved to another tier, and any key that went. Returns when there are some, or without any after
+  // `wait_ms`. `anew`: some are missing; whoever looks at all keys now and goes on from `last` misses nothing.
   virtual Result<KeyEvents> events(uint64_t stream, uint64_t after, std::string_view prefix, uint32_t wait_ms,
                                    Deadline deadline) = 0;
   virtual Result<Id128> key_hash(std::string_view key) = 0;  // by the seed of the view; a new home has another

@@ -344,7 +344,20 @@ std::vector<Result<MappedObject>> ClientImpl::map_many(std::span<const ObjectPtr
 Result<std::vector<bool>> ClientImpl::exists(std::span<const std::string> keys, Deadline deadline) {
   TM_TRY(usable());
   if (keys.size() == 1 && cached(keys[0])) return std::vector<bool>{true};
-  std::vector<bool> out;
+  TM_ASSIGN(const std::string there, ask_exists(keys, false, deadline));
+  return std::vector<bool>(there.begin(), there.end());
+}
+
+Result<std::vector<std::optional<Tier>>> ClientImpl::tiers(std::span<const std::string> keys, Deadline deadline) {
+  TM_TRY(usable());
+  TM_ASSIGN(const std::string there, ask_exists(keys, true, deadline));
+  std::vector<std::optional<Tier>> out;
+  for (char c : there) out.push_back(c == 0 ? std::nullopt : std::optional(c == 1 ? Tier::dram : Tier::ssd));
+  return out;
+}
+
+Result<std::string> ClientImpl::ask_exists(std::span<const std::string> keys, bool tiers, Deadline deadline) {
+  std::string out;
   out.reserve(keys.size());
   while (out.size() < keys.size()) {
     size_t n = 0, bytes = 0;
@@ -353,6 +366,7 @@ Result<std::vector<bool>> ClientImpl::exists(std::span<const std::string> keys, 
       ExistsCall call;
       call.view = view()->number;
       call.timeout_ms = timeout_ms(deadline);
+      call.tiers = tiers;
       n = bytes = 0;
       for (; out.size() + n < keys.size() && n < kBatchItems && bytes < kBatchBytes; ++n) {
         call.keys.push_back(keys[out.size() + n]);
@@ -363,7 +377,7 @@ Result<std::vector<bool>> ClientImpl::exists(std::span<const std::string> keys, 
     if (!answer.is_ok()) return answer.status();
     if (answer->there.size() != n)
       return {Code::internal, "a question about keys was answered with the wrong number of answers"};
-    for (char there : answer->there) out.push_back(there != 0);
+    out += answer->there;
   }
   return out;
 }

@@ -129,7 +129,8 @@ Result<KeyEvents> ClientImpl::events(uint64_t stream, uint64_t after, std::strin
   });
   if (!answer.is_ok()) return answer.status();
   KeyEvents out{answer->stream, answer->last, answer->anew, {}};
-  for (KeyEvent& e : answer->events) out.events.push_back({e.hash, std::move(e.key), e.there, e.kind, e.version});
+  for (KeyEvent& e : answer->events)
+    out.events.push_back({e.hash, std::move(e.key), e.what, e.kind, e.version, e.tier});
   return out;
 }
 

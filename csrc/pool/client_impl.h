@@ -53,6 +53,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
                      Deadline deadline) override;
   Result<MappedObject> map(const ObjectPtr& object, bool read_only, Deadline deadline) override;
   Result<std::vector<bool>> exists(std::span<const std::string> keys, Deadline deadline) override;
+  Result<std::vector<std::optional<Tier>>> tiers(std::span<const std::string> keys, Deadline deadline) override;
   Result<bool> remove(std::string_view key, Deadline deadline, std::optional<Version> only) override;
   Result<std::vector<std::string>> keys(std::string_view prefix, Deadline deadline) override;
   Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) override;
@@ -127,6 +128,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   // client_chains.cpp
   using Places =
       std::map<NodeId, std::vector<std::pair<size_t, ExtentRef>>>;  // by node: (position in the chain, extent)
+  Result<std::string> ask_exists(std::span<const std::string> keys, bool tiers, Deadline deadline);
   Result<std::vector<Replicas>> find_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline);
   // Positions that have gone meanwhile.
   Result<std::vector<size_t>> refresh(const Places& places, RefreshCall shape, Deadline deadline);

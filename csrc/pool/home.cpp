@@ -475,7 +475,7 @@ void Home::moved(const NodeId& node, std::string_view key, ExtentRef extent, Tie
   IndexEntry entry = known.entry();
   for (Spot& spot : entry.spots)
     if (spot == Spot{*index, 0, extent, tier}) spot.tier = tier;
-  entries_.set(h, entry);
+  update_entry(h, entry, key);
 }
 
 void Home::forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent) {
@@ -491,7 +491,7 @@ void Home::forget_spot(const KeyHash& hash, uint32_t donor, ExtentRef extent) {
   if (!known) return;
   IndexEntry entry = known.entry();
   if (std::erase(entry.spots, gone_spot) == 0) return;
-  entries_.set(hash, entry);
+  update_entry(hash, entry);
   if (!whole(entry.spots, entry.parts)) lost(hash);
 }
 
@@ -512,13 +512,22 @@ void Home::observe(bool on) {
 void Home::set_entry(const KeyHash& hash, const IndexEntry& entry, std::string key) {
   const Index::Ref old = entries_.find(hash);
   if (old && old.expires_ns() != INT64_MAX) expiries_.erase({old.expires_ns(), hash});
-  if (observed_) changes_.push_back({hash, std::move(key), true, entry.kind, entry.version});
+  if (observed_)
+    changes_.push_back(
+        {hash, std::move(key), KeyChange::stored, entry.kind, entry.version, tier_of(entry.spots, entry.parts)});
   if (entry.expires_ns != INT64_MAX) expiries_.emplace(entry.expires_ns, hash);
   entries_.set(hash, entry);
 }
 
+void Home::update_entry(const KeyHash& hash, const IndexEntry& entry, std::string_view key) {
+  const Tier tier = tier_of(entry.spots, entry.parts);
+  if (observed_ && whole(entry.spots, entry.parts) && entries_.find(hash).tier() != tier)
+    changes_.push_back({hash, std::string(key), KeyChange::moved, entry.kind, entry.version, tier});
+  entries_.set(hash, entry);
+}
+
 void Home::erase_entry(const KeyHash& hash) {
-  if (forget_entry(hash) && observed_) changes_.push_back({hash, {}, false, {}, {}});
+  if (forget_entry(hash) && observed_) changes_.push_back({hash, {}, KeyChange::removed, {}, {}, {}});
 }
 
 bool Home::forget_entry(const KeyHash& hash) {
@@ -573,7 +582,7 @@ void Home::forget_donor(uint32_t donor) {
   for (const KeyHash& hash : had) {
     IndexEntry entry = entries_.find(hash).entry();
     std::erase_if(entry.spots, [donor](const Spot& s) { return s.donor == donor; });
-    entries_.set(hash, entry);
+    update_entry(hash, entry);
     if (!whole(entry.spots, entry.parts)) {
       lost(hash);
     } else if (entry.replicas > 1) {

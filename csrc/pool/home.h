@@ -63,9 +63,10 @@ struct Ready {  // a watched key may be looked up now
 struct Change {
   KeyHash hash{};
   std::string key;  // of one that is there now; empty if the home knows only its hash
-  bool there = false;
+  KeyChange what = KeyChange::removed;
   Kind kind = Kind::named;
   Version version;
+  Tier tier = Tier::dram;  // where it is now
 };
 // A part of an object of which there are too few copies.
 struct MissingCopy {
@@ -84,6 +85,11 @@ struct Found {
   uint32_t parts = 1;
   int64_t expires_ns = INT64_MAX;                       // by the home's clock
   std::vector<std::pair<uint32_t, ReplicaRef>> places;  // (part, where)
+  bool on_ssd() const {                                 // only: some part has no copy in memory
+    std::vector<Spot> spots;
+    for (const auto& [part, at] : places) spots.push_back({0, part, {}, at.tier});
+    return tier_of(spots, parts) == Tier::ssd;
+  }
   static Found not_yet() {
     Found f;
     f.state = State::later;
@@ -242,6 +248,7 @@ class TM_API Home {
   Mark make_mark(Mark::What what, const KeyHash& hash, ExtentRef extent) const;
   void resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, const Status& status);
   void set_entry(const KeyHash& hash, const IndexEntry& entry, std::string key = {});
+  void update_entry(const KeyHash& hash, const IndexEntry& entry, std::string_view key = {});  // of the same version
   void erase_entry(const KeyHash& hash);
   bool forget_entry(const KeyHash& hash);
   bool expired(const Index::Ref& entry) const { return entry.expires_ns() <= now_ns_; }

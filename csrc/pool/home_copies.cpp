@@ -99,7 +99,7 @@ void Home::join_copy(const KeyHash& hash, Busy& busy) {
   if (joins) {
     IndexEntry entry = existing.entry();
     entry.spots.push_back(copy);
-    entries_.set(hash, entry);
+    update_entry(hash, entry);
   }
   if (here)
     send(hash, copy.donor, make_mark(joins ? Mark::What::finalize : Mark::What::supersede, hash, copy.extent), false);

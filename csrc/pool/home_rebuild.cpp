@@ -275,7 +275,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     IndexEntry entry = known ? known.entry() : IndexEntry{};
     if (const auto same = std::find(entry.spots.begin(), entry.spots.end(), spot); same != entry.spots.end()) {
       same->tier = a.tier;
-      entries_.set(h, entry);
+      update_entry(h, entry, a.key);
       continue;
     }
     if (asked.count({a.extent.index, a.extent.generation})) continue;
@@ -288,7 +288,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
       send(h, donor, make_mark(Mark::What::supersede, h, a.extent), false);
     } else if (copy) {
       entry.spots.push_back(spot);
-      entries_.set(h, entry);
+      update_entry(h, entry, a.key);
     } else {
       const int64_t expires_ns = a.left_ms ? now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000 : INT64_MAX;
       set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}, a.replicas});

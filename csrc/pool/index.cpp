@@ -40,6 +40,16 @@ void Index::resize(Shard& shard, uint32_t capacity) {
   shard = std::move(bigger);
 }
 
+Tier tier_of(const std::vector<Spot>& spots, uint32_t parts) {
+  if (parts == 1)
+    return std::any_of(spots.begin(), spots.end(), [](const Spot& s) { return s.tier == Tier::dram; }) ? Tier::dram
+                                                                                                       : Tier::ssd;
+  std::vector<bool> in_memory(parts);
+  for (const Spot& s : spots)
+    if (s.tier == Tier::dram && s.part < parts) in_memory[s.part] = true;
+  return std::count(in_memory.begin(), in_memory.end(), false) == 0 ? Tier::dram : Tier::ssd;
+}
+
 void Index::set(const KeyHash& hash, const IndexEntry& entry) {
   Shard& shard = shards_[hash[0] % kShards];
   if (uint64_t{shard.used + 1} * 8 > uint64_t{shard.capacity} * 7)

@@ -40,6 +40,9 @@ struct IndexEntry {
   uint32_t replicas = 1;  // as it was put
 };
 
+// Where an object is: in memory if each part has a copy there.
+TM_API Tier tier_of(const std::vector<Spot>& spots, uint32_t parts);
+
 class TM_API Index {
  private:
   struct Slot {
@@ -68,10 +71,14 @@ class TM_API Index {
     uint32_t parts() const { return more_ ? more_->parts : 1; }
     int64_t expires_ns() const { return more_ ? more_->expires_ns : INT64_MAX; }
     uint32_t replicas() const { return more_ ? more_->replicas : 1; }
+    Tier tier() const {
+      if (more_) return tier_of(more_->spots, more_->parts);
+      return slot_->on_disk ? Tier::ssd : Tier::dram;
+    }
     size_t spots() const { return more_ ? more_->spots.size() : 1; }
     Spot spot(size_t i) const {
       if (more_) return more_->spots[i];
-      return {slot_->donor, 0, {slot_->extent, slot_->generation}, slot_->on_disk ? Tier::ssd : Tier::dram};
+      return {slot_->donor, 0, {slot_->extent, slot_->generation}, tier()};
     }
     IndexEntry entry() const;
 

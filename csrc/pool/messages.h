@@ -592,13 +592,14 @@ struct Evacuated {
 // another home, is told to start anew.
 struct KeyEvent {
   Id128 hash{};     // of the key, by the view's seed
-  std::string key;  // of one that is there now
-  bool there = false;
+  std::string key;  // of one that is there now; of one that has moved it may be missing
+  KeyChange what = KeyChange::removed;
   Kind kind = Kind::named;
   Version version;
+  Tier tier = Tier::dram;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(hash)(key, kMaxKeyBytes)(there)(kind)(version);
+    ar(hash)(key, kMaxKeyBytes)(what)(kind)(version)(tier);
   }
 };
 struct EventsCall {
@@ -606,7 +607,7 @@ struct EventsCall {
   uint64_t view = 0;
   uint64_t stream = 0;      // of the last answer; 0: none yet
   uint64_t after = 0;       // the last event's number that the asker knows
-  std::string prefix;       // of keys that are there now; those that went are told to everybody
+  std::string prefix;       // of the keys; what went is told to everybody
   uint32_t timeout_ms = 0;  // answered when there is something, or then
   template <typename Ar>
   void fields(Ar& ar) {

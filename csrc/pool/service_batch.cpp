@@ -197,7 +197,7 @@ void NodeServiceImpl::on_exists(const rpc::SessionPtr&, ExistsCall call, Respond
   ExistsAnswer answer;
   answer.there.resize(call.keys.size());
   const auto states = home_->states(call.keys);
-  bool decided = true;
+  bool decided = !call.tiers;
   for (size_t i = 0; i < states.size(); ++i) {
     decided = decided && states[i] != Found::State::later;
     answer.there[i] = states[i] == Found::State::found;

@@ -38,7 +38,7 @@ bool NodeServiceImpl::answer_events(const EventsCall& call, const ResponderPtr& 
     size_t bytes = 0;
     for (uint64_t number = call.after + 1; number <= last_event_; ++number) {
       const KeyEvent& event = events_[static_cast<size_t>(number - first - 1)];
-      if (event.there && !event.key.starts_with(call.prefix)) continue;
+      if (!event.key.empty() && !event.key.starts_with(call.prefix)) continue;
       bytes += 64 + event.key.size();
       answer.events.push_back(event);
       if (bytes < kEventBytes && answer.events.size() < kMaxBatch) continue;
@@ -65,10 +65,10 @@ void NodeServiceImpl::gather_events() {
   bool unknown = false;
   const uint64_t before = last_event_;
   for (Change& change : home_->take_changes()) {
-    unknown |= change.there && change.key.empty();
+    unknown |= change.what == KeyChange::stored && change.key.empty();
     Id128 hash;
     std::memcpy(hash.data(), change.hash.data(), sizeof hash);
-    events_.push_back({hash, std::move(change.key), change.there, change.kind, change.version});
+    events_.push_back({hash, std::move(change.key), change.what, change.kind, change.version, change.tier});
     ++last_event_;
     if (events_.size() > kEventLog) events_.pop_front();
   }

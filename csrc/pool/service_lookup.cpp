@@ -54,7 +54,7 @@ void NodeServiceImpl::look_up(RequestId request) {
   if (waits) return;
   if (lookup.exists_only) {
     ExistsAnswer there;
-    for (const Found& f : found) there.there.push_back(f.state == Found::State::found);
+    for (const Found& f : found) there.there.push_back(f.state != Found::State::found ? 0 : f.on_ssd() ? 2 : 1);
     lookup.responder->ok(encode(there));
     lookups_.erase(it);
     return;

@@ -53,6 +53,9 @@ struct ExtentRef {
 // Where the bytes of a replica are.
 enum class Tier : uint8_t { dram = 0, ssd = 1 };
 
+// What has become of a key. `moved`: the same version, but it is in another tier now.
+enum class KeyChange : uint8_t { removed = 0, stored, moved };
+
 enum class ExtentState : uint32_t { free = 0, prepared, committed, final, superseded, limbo };
 
 // A replica as the directory hands it to readers.

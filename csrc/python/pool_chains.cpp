@@ -40,6 +40,8 @@ nb::list put_pages(PyClient& client, std::vector<std::string> keys, std::vector<
   return out;
 }
 
+const char* medium_of(pool::Tier tier) { return tier == pool::Tier::ssd ? "disk" : "cpu"; }
+
 }  // namespace
 
 void bind_pool_chains(nb::module_& m) {
@@ -71,14 +73,16 @@ void bind_pool_chains(nb::module_& m) {
               return client->events(stream, after, prefix, wait_ms, until);
             });
         const pool::KeyEvents found = unwrap(std::move(result));
+        constexpr const char* kKinds[] = {"removed", "stored", "moved"};
         nb::list events;
         for (const auto& e : found.events)
-          events.append(nb::make_tuple(to_bytes(e.hash), e.key, e.there, e.kind == pool::Kind::sealed,
-                                       nb::make_tuple(e.version.view, e.version.counter)));
+          events.append(nb::make_tuple(kKinds[static_cast<size_t>(e.what)], to_bytes(e.hash), e.key,
+                                       e.kind == pool::Kind::sealed, nb::make_tuple(e.version.view, e.version.counter),
+                                       medium_of(e.tier)));
         return nb::make_tuple(found.stream, found.last, found.anew, events);
       },
       nb::arg("client"), nb::arg("stream"), nb::arg("after"), nb::arg("prefix"), nb::arg("wait_ms"),
-      nb::arg("deadline_ns"), "(stream, last, anew, [(hash, key, there, sealed, version)])");
+      nb::arg("deadline_ns"), "(stream, last, anew, [(kind, hash, key, sealed, version, medium)])");
   m.def(
       "key_hashes",
       [](PyClient& c, std::vector<std::string> keys) {
@@ -87,6 +91,15 @@ void bind_pool_chains(nb::module_& m) {
         return out;
       },
       nb::arg("client"), nb::arg("keys"));
+  m.def(
+      "key_media",
+      [](PyClient& c, std::vector<std::string> keys, int64_t deadline_ns) {
+        const auto tiers = unwrap(without_gil([&] { return c->tiers(keys, deadline_at(deadline_ns)); }));
+        nb::list out;
+        for (const auto& tier : tiers) out.append(tier ? nb::object(nb::str(medium_of(*tier))) : nb::none());
+        return out;
+      },
+      nb::arg("client"), nb::arg("keys"), nb::arg("deadline_ns"), "\"cpu\", \"disk\" or None: not there.");
   m.def("put_pages", &put_pages, nb::arg("client"), nb::arg("keys"), nb::arg("metas"), nb::arg("layers"),
         nb::arg("page_nbytes"), nb::arg("num_pages"), nb::arg("pages"), nb::arg("deadline_ns"),
         "layers: (address, stride in bytes) of each. For each key whether it was stored, or an exception.");

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -20,7 +22,7 @@ from processes import eventually
 
 import torch_mooncake as tm
 from torch_mooncake import _core
-from torch_mooncake.kv import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored
+from torch_mooncake.kv import KVCleared, KVEventPublisher, KVEvents, KVRemoved, KVStored, PagedKV
 from torch_mooncake.kv.events import _REQUESTS, _Asker, encode_batch
 
 PROMPT = list(range(100, 100 + 3 * SIZE))
@@ -286,6 +288,85 @@ def test_close_sends_what_was_published(pool, monkeypatch, tmp_path, child):
         closing.join()
     finally:
         out.close()
+
+
+class Media:
+    """Where a subscriber that knows of media takes the pages to be, and what it was told, one after the other."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, set[str]] = {}
+
+    def hear(self, event: Any) -> None:
+        if isinstance(event, (AllBlocksCleared, KVCleared)):
+            return self.of.clear()
+        stored = isinstance(event, (BlockStored, KVStored))
+        for page in event.block_hashes if isinstance(event, (BlockStored, BlockRemoved)) else [event.page_hash]:
+            media = self.of.setdefault(page, set())
+            if stored:
+                media.add(event.medium)
+            else:
+                media.remove(event.medium)
+                if not media:
+                    del self.of[page]
+        return None
+
+
+def test_pages_that_go_to_an_ssd_and_back_are_told_with_their_medium(pool_env, monkeypatch, listen):
+    disk = tempfile.mkdtemp(prefix="tm-test-ssd-", dir="/var/tmp")
+    monkeypatch.setenv("TM_MEMORY", "8MiB")
+    monkeypatch.setenv("TM_SSD", f"{disk}/a:256MiB")
+    try:
+        pool = tm.init()
+        kv = pool.kv("m", PagedKV([torch.zeros(2, 2, SIZE, 4, 1 << 13)]))  # pages of 1 MiB
+        with publisher(pool, buffer_steps=4) as out, KVEvents(pool) as events:
+            hashes = list(range(24))
+            heard = Media()
+            for page in hashes:
+                kv.put_pages([page], [0], token_ids=PROMPT[:SIZE])
+
+            def where() -> dict[Any, set[str]]:
+                tiers = [pool.info(kv.key(page)).tiers for page in hashes]
+                return {page: {"disk" if tier == ("ssd",) else "cpu"} for page, tier in zip(hashes, tiers, strict=True)}
+
+            def agree() -> bool:
+                try:
+                    while True:
+                        for event in events.get(0.3):
+                            heard.hear(event)
+                except tm.DeadlineExceeded:
+                    return heard.of == where()
+
+            def published() -> dict[Any, set[str]]:
+                replayed = Media()
+                for _, batch in listen(out).replay(0):  # further behind than is kept: the whole state
+                    for event in batch.events:
+                        replayed.hear(event)
+                return replayed.of
+
+            assert eventually(agree)
+            assert heard.of[0] == {"disk"}
+            assert eventually(lambda: published() == {p: {m.upper() for m in media} for p, media in where().items()})
+            pool.get(kv.key(0))
+            assert eventually(agree)
+            assert heard.of[0] == {"cpu"}
+            assert eventually(lambda: published()[0] == {"CPU"})
+            pool.delete(kv.key(1))
+            assert events.get() == [KVRemoved("m", 1, "disk")]
+            assert eventually(lambda: 1 not in published())
+    finally:
+        tm.close()
+        assert eventually(lambda: not pool_env.nodes(), 15)
+        shutil.rmtree(disk, ignore_errors=True)
+
+
+def test_a_page_that_moves_in_each_shape():
+    events = [KVStored("m", 5, 4, [1, 2], 2, "disk"), KVRemoved("m", 5, "cpu")]
+    batch = msgspec.msgpack.decode(encode_batch(events, ts=0), type=KVEventBatch)
+    assert [event.medium for event in batch.events] == ["DISK", "CPU"]
+    maps = msgspec.msgpack.decode(encode_batch(events, shape="vllm-map", ts=0))["events"]
+    assert [event["medium"] for event in maps] == ["DISK", "CPU"]
+    _, rows, _ = msgspec.msgpack.decode(encode_batch(events, shape="rfc1527", ts=0))
+    assert [(row["event_type"], row["medium"]) for row in rows] == [("stored", "disk"), ("removed", "cpu")]
 
 
 def test_other_shapes():

@@ -103,12 +103,52 @@ def test_watching_brings_nothing_back(ssd: Path, pool_env: PoolEnv) -> None:
     with KVEvents(pool) as events:
         told = {event.page_hash: event for event in events.get()}
     assert told[b"second"].parent_hash == b"first"
+    assert told[b"second"].medium == "disk"
     assert told[b"first"].token_ids == list(range(size))
     assert pool.info(kv.key(b"first")).tiers == ("ssd",)
     assert stats()["promotions"] == before
     assert torch.equal(tm.get("k0"), value(0))
     assert stats()["promotions"] == before + 1
     assert pool.info("k0").tiers == ("dram",)
+
+
+def test_a_subscriber_is_told_where_keys_are(ssd: Path) -> None:
+    pool = tm.init()
+    with pool.subscribe("k") as subscription, pool.subscribe("other") as deaf:
+        for i in range(64):
+            pool.put(f"k{i}", value(i))
+        pool.put("other", b"1")
+        assert eventually(lambda: stats()["records"] >= 30)
+        tiers: dict[str, str] = {}
+
+        def follow() -> None:
+            try:
+                while True:
+                    for event in subscription.get(0.3):
+                        assert event.kind in ("stored", "moved")
+                        assert event.kind == "stored" or tiers[event.key] != event.tier
+                        tiers[event.key] = event.tier
+            except tm.DeadlineExceeded:
+                pass
+
+        def agree() -> bool:
+            follow()
+            return tiers == {f"k{i}": medium(f"k{i}") for i in range(64)}
+
+        def medium(key: str) -> str:
+            return {"dram": "cpu", "ssd": "disk"}[pool.info(key).tiers[0]]
+
+        assert eventually(agree)
+        assert tiers["k0"] == "disk"
+        assert torch.equal(pool.get("k0"), value(0))
+        assert eventually(agree)
+        assert tiers["k0"] == "cpu"
+        with pool.subscribe("k") as late:  # whoever comes later is told where they are
+            assert {event.key: event.tier for event in late.get()} == tiers
+        assert {event.key for event in deaf.get(0)} == {"other"}
+        pool.delete("k1")
+        (gone,) = [event for event in subscription.get() if event.kind == "removed"]
+        assert (gone.key, gone.tier) == ("k1", "disk")
 
 
 def test_watching_is_no_use(pool: tm.Pool) -> None:

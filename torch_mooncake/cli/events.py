@@ -35,7 +35,7 @@ def _events(args: argparse.Namespace) -> None:
             return _publish(args, pool)
         with pool.subscribe(args.prefix) as subscription:
             for event in subscription:
-                text = json.dumps(event._asdict()) if args.json else f"{event.kind:<8} {event.key}"
+                text = json.dumps(event._asdict()) if args.json else f"{event.kind:<8} {event.tier:<5} {event.key}"
                 print(text, flush=True)
     return None
 

@@ -5,8 +5,9 @@
     publisher = KVEventPublisher(pool, "tcp://*:5557", replay="tcp://*:5558")
 
 A page is *stored* when its key appears and *removed* when it goes, by whatever way; *cleared* means: forget everything,
-what is there follows. Events come from the pool's directory (``torch_mooncake.events``); one publisher, anywhere, is
-enough for a pool.
+what is there follows. ``medium`` is where the page is: "cpu", memory, or "disk", an SSD only. One that moves there, or
+is brought back, is stored in the new medium and then removed from the old one. Events come from the pool's directory
+(``torch_mooncake.events``); one publisher, anywhere, is enough for a pool.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.errors import Closed, Corrupt, Error, InvalidArgument
-from torch_mooncake.events import Event, Subscription, rounds
+from torch_mooncake.events import Event, Subscription, Tier, rounds
 from torch_mooncake.kv.hashing import PageHash, hash_of_name
 from torch_mooncake.kv.page_keys import PREFIX, PageKey, page_meta
 from torch_mooncake.tensors import Decoded
@@ -44,14 +45,14 @@ class KVStored:
     parent_hash: PageHash | None  # None: the first page of a prompt
     token_ids: list[int] | None  # put_pages(token_ids=)
     block_size: int  # tokens
-    medium: str  # "cpu"
+    medium: Tier
 
 
 @dataclass(frozen=True)
 class KVRemoved:
     namespace: str
     page_hash: PageHash
-    medium: str
+    medium: Tier
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class KVEvents:
             if not self._pending:
                 self._pending = self._subscription.get(seconds_left(deadline))
             described = self._describe([event.key for event in self._pending if event.kind == "stored"], deadline)
-            out = [told for event in self._pending if (told := self._told(event, described)) is not None]
+            out = [told for event in self._pending for told in self._told(event, described)]
             self._pending = []
             if out:
                 return out
@@ -104,16 +105,20 @@ class KVEvents:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _told(self, event: Event, described: dict[str, KVStored]) -> KVEvent | None:
+    def _told(self, event: Event, described: dict[str, KVStored]) -> list[KVEvent]:
         if event.kind == "cleared":
             self.stored.clear()
-            return KVCleared()
-        if event.kind == "stored":
-            if (stored := described.get(event.key)) is not None:
-                self.stored[event.key] = stored
-            return stored
-        before = self.stored.pop(event.key, None)
-        return None if before is None else KVRemoved(before.namespace, before.page_hash, before.medium)
+            return [KVCleared()]
+        before = self.stored.get(event.key)
+        gone: list[KVEvent] = [] if before is None else [KVRemoved(before.namespace, before.page_hash, before.medium)]
+        if event.kind == "removed":
+            self.stored.pop(event.key, None)
+            return gone
+        now = described.get(event.key) if event.kind == "stored" else before
+        if now is None:
+            return []
+        now = self.stored[event.key] = replace(now, medium=event.tier)
+        return [now, *(gone if before is not None and before.medium != now.medium else [])]
 
     def _describe(self, keys: list[str], deadline: int) -> dict[str, KVStored]:
         """Those that are there and are pages."""
@@ -321,7 +326,9 @@ class KVEventPublisher:
                 if isinstance(event, KVCleared):
                     self._state.clear()
                 elif isinstance(event, KVRemoved):
-                    self._state.pop((event.namespace, event.page_hash), None)
+                    page = event.namespace, event.page_hash
+                    if page in self._state and self._state[page].medium == event.medium:  # else it has moved
+                        del self._state[page]
                 else:
                     self._state[event.namespace, event.page_hash] = event
             payload = self._encode(events, self._event_id)

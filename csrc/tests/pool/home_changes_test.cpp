@@ -40,7 +40,12 @@ struct Fixture {
 
 std::vector<std::string> told(Home& home) {
   std::vector<std::string> out;
-  for (const Change& change : home.take_changes()) out.push_back((change.there ? "+" : "-") + change.key);
+  for (const Change& change : home.take_changes())
+    out.push_back((change.what == KeyChange::removed  ? "-"
+                   : change.what == KeyChange::stored ? "+"
+                   : change.tier == Tier::ssd         ? "v"
+                                                      : "^") +
+                  change.key);
   return out;
 }
 using Told = std::vector<std::string>;
@@ -110,4 +115,56 @@ TEST_CASE("what a donor brings along is told without a name") {
   f.home.announce(NodeId{3}, {brought});
   f.settle();
   CHECK(told(f.home) == Told{"+"});
+}
+
+TEST_CASE("a key that goes to an SSD and comes back is told, once each way") {
+  Fixture f;
+  f.home.observe(true);
+  const ExtentRef a = f.put("a");
+  CHECK(told(f.home) == Told{"+a"});
+  f.home.moved(kDonor, "a", a, Tier::ssd);
+  f.home.moved(kDonor, "a", a, Tier::ssd);
+  f.home.moved(kOther, "a", a, Tier::dram);  // somebody else's extent
+  CHECK(told(f.home) == Told{"va"});
+  f.home.moved(kDonor, "a", a, Tier::dram);
+  CHECK(told(f.home) == Told{"^a"});
+}
+
+TEST_CASE("of several replicas the one in memory counts") {
+  Fixture f;
+  f.home.observe(true);
+  CommitCall call;
+  call.head.key = "r";
+  call.head.view = 1;
+  call.replicas = {{kDonor, {0, 101}}, {kOther, {0, 102}}};
+  f.home.commit(++f.request, call, INT64_MAX);
+  f.settle();
+  f.home.moved(kDonor, "r", {0, 101}, Tier::ssd);
+  CHECK(told(f.home) == Told{"+r"});
+  SUBCASE("the last one in memory moves") {
+    f.home.moved(kOther, "r", {0, 102}, Tier::ssd);
+    CHECK(told(f.home) == Told{"vr"});
+  }
+  SUBCASE("the last one in memory is evicted") {
+    f.home.evicted(kOther, "r", {0, 102});
+    CHECK(told(f.home) == Told{"v"});
+  }
+  SUBCASE("the last one in memory is lost with its node") {
+    f.home.expel(kOther);
+    f.settle();
+    CHECK(told(f.home) == Told{"v"});
+  }
+  SUBCASE("all go: removed, and nothing else") {
+    f.home.evicted(kDonor, "r", {0, 101});
+    f.home.evicted(kOther, "r", {0, 102});
+    CHECK(told(f.home) == Told{"-"});
+  }
+  CHECK(f.home.check().is_ok());
+}
+
+TEST_CASE("an object of several writers is in memory when all its parts are") {
+  const Spot here{0, 0, {}, Tier::dram}, there{0, 0, {}, Tier::ssd}, second{0, 1, {}, Tier::dram};
+  CHECK(tier_of({here, second}, 2) == Tier::dram);
+  CHECK(tier_of({there, second}, 2) == Tier::ssd);
+  CHECK(tier_of({there, here, second}, 2) == Tier::dram);
 }

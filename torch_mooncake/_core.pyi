@@ -242,6 +242,9 @@ class Object:
         """(meta, nbytes) of an object of one writer, else None."""
 
     @property
+    def pin(self) -> str: ...
+
+    @property
     def left_ms(self) -> int | None: ...
 
     @property
@@ -262,7 +265,7 @@ def set_result_types(version: type, put_result: type) -> None:
 class PutOptions:
     """What a put does, whatever it puts."""
 
-    def __init__(self, *, sealed: bool = False, if_exists: str = 'replace', replicas: int = 1, replicas_lenient: bool = False, label: str = '', part: int = 0, parts: int = 1, group: str = '', checksum: bool = False, ttl_ms: int = 0) -> None: ...
+    def __init__(self, *, sealed: bool = False, if_exists: str = 'replace', replicas: int = 1, replicas_lenient: bool = False, label: str = '', part: int = 0, parts: int = 1, group: str = '', checksum: bool = False, ttl_ms: int = 0, pin: str = 'none') -> None: ...
 
 class Client:
     @staticmethod
@@ -321,6 +324,8 @@ class Client:
     def remove(self, key: str, deadline_ns: int, only: tuple[int, int] | None = None) -> bool: ...
 
     def keys(self, prefix: str, deadline_ns: int) -> list[str]: ...
+
+    def pin_many(self, keys: Sequence[str], pin: str, deadline_ns: int) -> list: ...
 
     def stat(self, deadline_ns: int, here: bool = False) -> dict: ...
 

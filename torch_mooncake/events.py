@@ -118,7 +118,7 @@ class Subscription:
 
         keys = self._pool.keys(self.prefix, timeout=seconds_left(answer_by))
         media = _core.key_media(client, keys, answer_by)  # None: it has just gone, or is about to be told
-        found = [(key, medium or "cpu") for key, medium in zip(keys, media, strict=True)]
+        found: list[tuple[str, Tier]] = [(key, medium or "cpu") for key, medium in zip(keys, media, strict=True)]
         there = dict(zip(_core.key_hashes(client, keys), found, strict=True))
         events = [self._next("cleared", "", None, "cpu")] if self._started else []
         events += [self._next("stored", key, None, tier) for key, tier in found]

@@ -41,6 +41,7 @@ MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "<raise KeyNotFound
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Pin = Literal["soft", "hard"]
 StateDict = TypeVar("StateDict", bound=Mapping[str, Any])
 
 
@@ -75,6 +76,7 @@ class Info(NamedTuple):
     local: bool  # on this host
     expires_in_s: float | None  # None: never
     tiers: tuple[str, ...] = ()  # "dram" or "ssd", of each replica
+    pin: Pin | None = None
 
 
 def _async(method: Callable[Concatenate[Pool, P], R]) -> Callable[Concatenate[Pool, P], Awaitable[R]]:
@@ -156,6 +158,7 @@ class Pool:
         group: str | None = None,
         replicas: int | str = 1,
         parent: str | None = None,
+        pin: Pin | None = None,
         checksum: bool = False,
         timeout: float | None = 30,
     ) -> PutResult:
@@ -164,7 +167,7 @@ class Pool:
 
         ``version`` is a label of yours beside the pool's version; ``meta`` a small dict (64 KiB of None, bool, int,
         float, str, bytes, list, dict) that ``info`` tells. ``ttl_s``: the value is missing so many seconds after it
-        became visible. ``replicas=n`` copies on different hosts, or raises; ``"≤n"`` makes do with fewer. Raises
+        became visible. ``pin``: see ``Pool.pin``. ``replicas=n`` copies on different hosts, or raises; ``"≤n"`` makes do with fewer. Raises
         TypeError (naming the leaf) for what cannot be put, KeyExists, PoolFull (with the sizes). After DeadlineExceeded
         the put took effect wholly or not at all.
 
@@ -179,7 +182,7 @@ class Pool:
         plain = encode_plain(value) if part is None and meta is None else None
         if plain is not None:
             head, data, _ = plain
-            options = _put_options(sealed, if_exists, version, ttl_s, replicas, checksum)
+            options = _put_options(sealed, if_exists, version, ttl_s, replicas, checksum, pin)
             plain_result: PutResult = self._client(deadline).put(checked_key(key), head, (data,), options, deadline)
             return plain_result
         label = "" if version is None else str(version)
@@ -195,7 +198,7 @@ class Pool:
                 group = self._rounds.next(checked_key(key))  # counted also if this rank's put fails: the others' will
             encoded = encode(value, meta, (index, parts))
         options = _put_options(
-            sealed, if_exists, version, ttl_s, replicas, checksum, part=index, parts=parts, group=group or ""
+            sealed, if_exists, version, ttl_s, replicas, checksum, pin, part=index, parts=parts, group=group or ""
         )
         result: PutResult = self._client(deadline).put(checked_key(key), encoded.meta, encoded.data, options, deadline)
         return result
@@ -473,6 +476,7 @@ class Pool:
             local=found.local,
             expires_in_s=None if found.left_ms is None else found.left_ms / 1000,
             tiers=tuple(found.tiers),
+            pin=None if found.pin == "none" else found.pin,
         )
 
     @overload
@@ -495,8 +499,29 @@ class Pool:
         names = [checked_key(key) for key in keys]
         return _core.match_prefix(self._client(deadline), names, pin_ms, deadline) if names else 0
 
+    @overload
+    def pin(self, keys: str, pin: Pin | None, *, timeout: float | None = 30) -> bool: ...
+    @overload
+    def pin(self, keys: list[str] | tuple[str, ...], pin: Pin | None, *, timeout: float | None = 30) -> list[bool]: ...
+    def pin(
+        self, keys: str | list[str] | tuple[str, ...], pin: Pin | None, *, timeout: float | None = 30
+    ) -> bool | list[bool]:
+        """Keep keys in memory, all replicas, whoever is connected: "soft": evicted (also to an SSD) only when nothing
+        that is not pinned may go; "hard": never; None: as any other. False for a key that is not there.
+
+        A pin is of what is there now: a replace, delete or expiry ends it (the new value has that of its own ``put``).
+        What is on an SSD is brought back for a hard pin; PoolFull if there is no room for it. For several keys the
+        first failure is raised, after all were tried. A pool full of hard pins takes nothing more: PoolFull says so.
+        """
+        deadline = deadline_ns(timeout)
+        names = [checked_key(keys)] if isinstance(keys, str) else _checked_keys(list(keys))
+        outcomes = self._client(deadline).pin_many(names, _pin(pin), deadline)
+        _raise_first(names, outcomes)
+        return outcomes[0] if isinstance(keys, str) else outcomes
+
     def unpin(self, keys: Sequence[str], *, timeout: float | None = 30) -> None:
-        """End what ``exists_prefix(pin_s=)`` of this client has pinned of ``keys``, up to the first that is gone."""
+        """End what ``exists_prefix(pin_s=)`` of this client has pinned of ``keys``, up to the first that is gone. (What
+        ``pin`` has done is ended by ``pin(keys, None)``.)"""
         deadline = deadline_ns(timeout)
         names = [checked_key(key) for key in keys]
         if names:
@@ -561,6 +586,7 @@ class Pool:
     aget_many = _async(get_many)
     aexists = _async(exists)
     aexists_prefix = _async(exists_prefix)
+    apin = _async(pin)
     aunpin = _async(unpin)
     adelete = _async(delete)
     akeys = _async(keys)
@@ -649,9 +675,10 @@ def _put_options(
     ttl_s: float | None = None,
     replicas: int | str = 1,
     checksum: bool = False,
+    pin: Pin | None = None,
     **parts: Any,
 ) -> _core.PutOptions:
-    if not (sealed or checksum or parts or if_exists != "replace" or replicas != 1) and version is ttl_s is None:
+    if not (sealed or checksum or pin or parts or if_exists != "replace" or replicas != 1) and version is ttl_s is None:
         return _PLAIN
     count, lenient = _replicas(replicas)
     return _core.PutOptions(
@@ -662,6 +689,7 @@ def _put_options(
         label="" if version is None else str(version),
         checksum=checksum,
         ttl_ms=_ttl_ms(ttl_s),
+        pin=_pin(pin),
         **parts,
     )
 
@@ -702,6 +730,12 @@ def _ttl_ms(ttl_s: float | None) -> int:
     if not 0 < ttl_s <= _core.MAX_TTL_MS / 1000:
         raise InvalidArgument(f"ttl_s is above 0 and at most ten years, not {ttl_s!r}")
     return max(1, round(ttl_s * 1000))
+
+
+def _pin(pin: Pin | None) -> str:
+    if pin not in (None, "soft", "hard"):
+        raise InvalidArgument(f'pin is "soft", "hard" or None, not {pin!r}')
+    return pin or "none"
 
 
 def _pin_ms(pin_s: float) -> int:

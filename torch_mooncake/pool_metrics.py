@@ -31,6 +31,8 @@ _GAUGES = (
     ("fenced_bytes", "fenced_bytes", "Memory in limbo because its writer may still write."),
     ("extents", "extents", "Objects' parts on this node."),
     ("pinned", "pinned_extents", "Extents that somebody reads in place."),
+    ("soft_pinned_bytes", "soft_pinned_bytes", "Memory of keys that are evicted last."),
+    ("hard_pinned_bytes", "hard_pinned_bytes", "Memory of keys that are never evicted."),
     ("clients", "clients", "Sessions of users."),
     ("waiting", "waiting_writers", "Writers that wait for room."),
     ("to_copy", "keys_to_copy", "Keys with fewer replicas than they were put with (told by the directory's node)."),

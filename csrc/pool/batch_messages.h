@@ -17,12 +17,13 @@ struct BatchHead {
   IfExists if_exists = IfExists::replace;
   std::string_view label;
   uint64_t ttl_ms = 0;  // 0: never
+  Pin pin = Pin::none;
   bool checksum = false;
   TxnId txn{};  // the i-th item's is txn_of(txn, i)
   uint32_t timeout_ms = 0;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(kind)(if_exists)(label, kMaxLabelBytes)(ttl_ms)(checksum)(txn)(timeout_ms);
+    ar(view)(kind)(if_exists)(label, kMaxLabelBytes)(ttl_ms)(pin)(checksum)(txn)(timeout_ms);
   }
 };
 inline TxnId txn_of(TxnId base, uint32_t index) {
@@ -132,15 +133,16 @@ struct RemoveManyCall {
   uint64_t view = 0;
   uint32_t timeout_ms = 0;
   std::vector<RemoveItem> items;
+  std::optional<Pin> pin;  // nothing is removed: they are pinned so
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(timeout_ms)(items, kBatchItems);
+    ar(view)(timeout_ms)(items, kBatchItems)(pin);
   }
 };
 struct RemoveOutcome {
   Code code = Code::ok;
   std::string message;
-  bool removed = false;
+  bool removed = false;  // or pinned; false: it was not there
   template <typename Ar>
   void fields(Ar& ar) {
     ar(code);

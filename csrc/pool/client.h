@@ -43,6 +43,7 @@ struct PutOptions {
   std::string group;             // empty: the label
   bool checksum = false;
   uint64_t ttl_ms = 0;  // it is missing so long after it became visible; 0: never
+  Pin pin = Pin::none;
 };
 // One of a batch of puts.
 struct PutEntry {
@@ -119,6 +120,7 @@ struct PoolStats {
     NodeId id;
     std::string address, host_id;
     uint64_t limit_bytes, used_bytes, limbo_bytes, prepared_bytes, extents, evictions, pinned;
+    uint64_t soft_pinned_bytes, hard_pinned_bytes;
     bool is_home;
     uint64_t fenced_bytes;
     uint64_t starts, clients, waiting;  // of its worker, NodeActivity in messages.h
@@ -184,6 +186,8 @@ class TM_API Client {
   virtual std::vector<Result<MappedObject>> map_many(std::span<const ObjectPtr> objects, bool read_only,
                                                      Deadline deadline) = 0;
   virtual std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) = 0;
+  // All replicas of the versions that are there. False: there is none. pool_full: no room to bring it back from an SSD.
+  virtual std::vector<Result<bool>> pin_many(std::span<const std::string> keys, Pin pin, Deadline deadline) = 0;
 
   // The events after number `after` of `stream` (of the answer before; 0 at first): keys with this prefix that are
   // there now or have moved to another tier, and any key that went. Returns when there are some, or without any after

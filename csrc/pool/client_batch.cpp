@@ -55,7 +55,7 @@ struct ClientImpl::Round {
     for (uint32_t i : some) outcomes[i] = why;
   }
   BatchHead head(const TxnId& txn) const {
-    return {view->number,     options.kind, options.if_exists,   options.label, options.ttl_ms,
+    return {view->number,     options.kind, options.if_exists,   options.label, options.ttl_ms, options.pin,
             options.checksum, txn,          timeout_ms(deadline)};
   }
   uint32_t shard(uint32_t entry) const { return shard_of(hash_key(entries[entry].key, view->seed)); }
@@ -387,7 +387,9 @@ Result<bool> ClientImpl::remove(std::string_view key, Deadline deadline, std::op
   return std::move(remove_many({&one, 1}, deadline)[0]);
 }
 
-std::vector<Result<bool>> ClientImpl::remove_many(std::span<const RemoveEntry> entries, Deadline deadline) {
+// Removes, or pins.
+std::vector<Result<bool>> ClientImpl::change_many(std::span<const RemoveEntry> entries, std::optional<Pin> pin,
+                                                  Deadline deadline) {
   if (const Status s = usable(); !s.is_ok()) return all_fail<bool>(entries.size(), s);
   auto out = all_fail<bool>(entries.size(), {Code::internal, "not asked"});
   std::vector<bool> asked(entries.size());  // an earlier attempt may have removed it
@@ -416,6 +418,7 @@ std::vector<Result<bool>> ClientImpl::remove_many(std::span<const RemoveEntry> e
           RemoveManyCall call;
           call.view = now->number;
           call.timeout_ms = timeout_ms(deadline);
+          call.pin = pin;
           for (size_t i : some)
             call.items.push_back({shard_of(hash_key(entries[i].key, now->seed)), entries[i].key, entries[i].only});
           auto answer = node->call<RemoveManyAnswer>(kRemoveMany, call, deadline);

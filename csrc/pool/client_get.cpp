@@ -213,6 +213,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::build_once(std::span<const std::strin
     info.kind = e.kind;
     info.version = e.version;
     info.left_ms = e.left_ms;
+    info.pin = e.pin;
     info.parts.resize(e.parts);
     object->parts_.resize(e.parts);
     object->local_ = true;

@@ -73,7 +73,12 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   std::vector<Status> read_many(std::span<const ReadEntry> entries, Deadline deadline) override;
   std::vector<Result<MappedObject>> map_many(std::span<const ObjectPtr> objects, bool read_only,
                                              Deadline deadline) override;
-  std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) override;
+  std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) override {
+    return change_many(entries, {}, deadline);
+  }
+  std::vector<Result<bool>> pin_many(std::span<const std::string> keys, Pin pin, Deadline deadline) override {
+    return change_many(std::vector<RemoveEntry>(keys.begin(), keys.end()), pin, deadline);
+  }
   const EnginePtr& engine() const override { return engine_; }
   bool alive() const override;
   void close() override;
@@ -128,6 +133,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   // client_chains.cpp
   using Places =
       std::map<NodeId, std::vector<std::pair<size_t, ExtentRef>>>;  // by node: (position in the chain, extent)
+  std::vector<Result<bool>> change_many(std::span<const RemoveEntry> entries, std::optional<Pin> pin,
+                                        Deadline deadline);
   Result<std::string> ask_exists(std::span<const std::string> keys, bool tiers, Deadline deadline);
   Result<std::vector<Replicas>> find_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline);
   // Positions that have gone meanwhile.

@@ -18,6 +18,7 @@ std::shared_ptr<ObjectImpl> object_of(const std::string& key, LookupEntry& e, co
   info.kind = e.kind;
   info.version = e.version;
   info.left_ms = e.left_ms;
+  info.pin = e.pin;
   info.parts.resize(e.parts);
   object->parts_.resize(e.parts);
   for (Place& place : e.places) {

@@ -87,7 +87,7 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
 
   if (nbytes <= kInlineLimit && options.replicas == 1 && options.parts == 1 && home_link == here) {
     PutManyCall call;
-    call.head = {now->number,      options.kind, options.if_exists, options.label, options.ttl_ms,
+    call.head = {now->number,      options.kind, options.if_exists, options.label, options.ttl_ms, options.pin,
                  options.checksum, h.txn,        h.timeout_ms};
     PutItem& item = call.items.emplace_back();
     item.shard = h.shard;
@@ -144,6 +144,7 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   for (const Replicated& r : reserved) call.replicas.push_back({r.link->node(), r.place.extent});
   if (options.checksum) call.crc32c = checksum(data);
   call.ttl_ms = options.ttl_ms;
+  call.pin = options.pin;
   *asked = true;
   // The home says by the deadline which writer did not come.
   const bool waits = options.parts > 1 && !deadline.is_never();

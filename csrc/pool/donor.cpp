@@ -25,6 +25,8 @@ int64_t expires_ns(const ExtentEntry& e) {
   return e.ttl_ms ? e.committed_ns + static_cast<int64_t>(e.ttl_ms) * 1'000'000 : INT64_MAX;
 }
 
+Pin pin_of(const ExtentEntry& e) { return static_cast<Pin>(e.pin); }
+
 Status check_request(const ReserveRequest& r) {
   if (r.key.empty() || r.key.size() > kMaxKeyBytes)
     return {Code::invalid_argument,
@@ -115,7 +117,13 @@ Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped
   TM_TRY(space_.rebuild(claims));
   std::sort(ready.begin(), ready.end(),
             [this](uint32_t a, uint32_t b) { return table_->at(a).last_use < table_->at(b).last_use; });
-  for (uint32_t i : ready) lru_.restore(i, footprint(i), table_->at(i).uses, table_->at(i).last_use);
+  for (uint32_t i : ready) {
+    const ExtentEntry& e = table_->at(i);
+    if (pin_of(e) == Pin::hard)
+      keep(i);
+    else
+      lru_.restore(i, footprint(i), e.uses, e.last_use, pin_of(e) == Pin::soft);
+  }
   sweep_limbo();
   return {};
 }
@@ -177,7 +185,7 @@ void DonorImpl::close_prepared(uint32_t index) {
 }
 
 Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms,
-                         int64_t now_ns, uint32_t replicas) {
+                         int64_t now_ns, uint32_t replicas, Pin pin) {
   if (const Tiered* t = tiered(extent); t && t->record.version == version) return {};  // told twice
   TM_ASSIGN(const uint32_t index, find(extent));
   ExtentEntry& e = table_->at(index);
@@ -192,6 +200,7 @@ Status DonorImpl::commit(ExtentRef extent, Version version, std::optional<uint32
   e.crc32c = crc32c.value_or(0);
   e.has_crc = crc32c.has_value();
   e.replicas = static_cast<uint16_t>(replicas);
+  e.pin = static_cast<uint8_t>(pin);
   e.ttl_ms = ttl_ms;
   e.committed_ns = ttl_ms ? now_ns : 0;
   TM_TRY(failpoint("donor.commit.fields"));
@@ -227,7 +236,7 @@ Status DonorImpl::supersede(ExtentRef extent) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   TM_TRY(failpoint("donor.supersede.word"));
   table_->set_state(index, ExtentState::superseded);
-  lru_.remove(index);
+  leave_eviction(index);
   return {};
 }
 
@@ -273,8 +282,47 @@ void DonorImpl::refresh(std::span<const ExtentRef> last_first) {
 }
 
 void DonorImpl::enter_eviction(uint32_t index) {
-  lru_.insert(index, table_->at(index).key_hash[0], footprint(index));
+  const ExtentEntry& e = table_->at(index);
+  if (pin_of(e) == Pin::hard) return keep(index);
+  lru_.insert(index, e.key_hash[0], footprint(index), pin_of(e) == Pin::soft);
   save_uses(index);
+}
+
+void DonorImpl::keep(uint32_t index) {
+  if (kept_.insert(index).second) kept_bytes_ += footprint(index);
+}
+
+void DonorImpl::leave_eviction(uint32_t index) {
+  if (lru_.contains(index)) lru_.remove(index);
+  if (kept_.erase(index)) kept_bytes_ -= footprint(index);
+}
+
+void DonorImpl::set_pin(ExtentRef extent, Pin pin, Done done) {
+  Tiered* t = tiered(extent);
+  if (t && !t->dram) {
+    const Pin before = std::exchange(t->record.pin, pin);
+    if (pin != Pin::hard) return done({});
+    return promote(extent, [this, extent, before, done](const Status& s) {  // which makes it an extent that is kept
+      if (Tiered* now = tiered(extent); now && !now->dram && !s.is_ok()) now->record.pin = before;
+      done(s);
+    });
+  }
+  const auto found = resident(extent);
+  if (!found.is_ok() || !valid(*found) || table_->state(*found) == ExtentState::prepared)
+    return done(not_found(extent));
+  if (t) t->record.pin = pin;
+  ExtentEntry& e = table_->at(*found);
+  if (pin_of(e) == pin) return done({});
+  const uint32_t uses = e.uses;
+  leave_eviction(*found);
+  take_off_clean(*found);
+  e.pin = static_cast<uint8_t>(pin);
+  enter_eviction(*found);
+  if (lru_.contains(*found)) {
+    lru_.refresh(*found, uses);
+    save_uses(*found);
+  }
+  done({});
 }
 
 void DonorImpl::save_uses(uint32_t index) {
@@ -305,7 +353,8 @@ Announcement DonorImpl::announcement(uint32_t index) const {
           e.committed_ns,
           Tier::dram,
           t ? std::optional(own) : std::nullopt,
-          std::max<uint32_t>(1, e.replicas)};
+          std::max<uint32_t>(1, e.replicas),
+          pin_of(e)};
 }
 
 Result<Announcement> DonorImpl::describe(ExtentRef extent) const {

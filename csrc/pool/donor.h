@@ -61,10 +61,11 @@ struct alignas(128) ExtentEntry {
   uint64_t last_use;            // eviction: in bytes touched
   uint32_t uses;
   uint32_t crc32c;
-  uint16_t has_crc, replicas;  // replicas: as the object was put; 0: 1
-  uint32_t promoted;           // a copy of a record on an SSD; its record's txn says which
-  uint64_t ttl_ms;             // 0: never expires
-  int64_t committed_ns;        // by the donor's steady clock, if it expires
+  uint8_t has_crc, pin;  // pin: a Pin
+  uint16_t replicas;     // as the object was put; 0: 1
+  uint32_t promoted;     // a copy of a record on an SSD; its record's txn says which
+  uint64_t ttl_ms;       // 0: never expires
+  int64_t committed_ns;  // by the donor's steady clock, if it expires
 };
 static_assert(sizeof(ExtentEntry) == 128);
 
@@ -111,10 +112,12 @@ struct Announcement {  // what a donor tells a (new) home about one extent
   Tier tier = Tier::dram;
   std::optional<ExtentRef> copy{};  // where the bytes are, if not in `extent` itself
   uint32_t replicas = 1;            // as it was put. Not remembered on an SSD
+  Pin pin = Pin::none;              // on an SSD: as when it was written
 };
 struct DonorStats {
   uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
   uint64_t extents = 0, limbo_extents = 0, prepared_extents = 0, pinned_extents = 0, evictions = 0;
+  uint64_t soft_pinned_bytes = 0, hard_pinned_bytes = 0;
   SsdStats ssd;
 };
 
@@ -140,7 +143,11 @@ class TM_API Donor {
   // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair, as is how
   // many replicas there should be.
   virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms = 0,
-                        int64_t now_ns = 0, uint32_t replicas = 1) = 0;
+                        int64_t now_ns = 0, uint32_t replicas = 1, Pin pin = Pin::none) = 0;
+  // Of what is COMMITTED or FINAL. `soft`: evicted only when nothing else may be; `hard`: not at all, and brought into
+  // memory if it is on an SSD, for which there may be no room (pool_full). `done` perhaps later, from
+  // run_completions().
+  virtual void set_pin(ExtentRef extent, Pin pin, std::function<void(const Status&)> done) = 0;
   virtual Status finalize(ExtentRef extent) = 0;   // committed -> final
   virtual Status supersede(ExtentRef extent) = 0;  // changes the generation word; then free() may follow
   virtual Status free(ExtentRef extent) = 0;       // limbo while pinned or while the writer may still write

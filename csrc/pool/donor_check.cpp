@@ -18,7 +18,7 @@ Status DonorImpl::check() const {
     uint32_t index;
   };
   std::vector<Run> runs;
-  uint64_t used = 0;
+  uint64_t used = 0, kept_bytes = 0;
   size_t evictable = 0, prepared = 0, limbo = 0;
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
@@ -39,10 +39,13 @@ Status DonorImpl::check() const {
     used += Allocator::footprint(record.placement);
 
     const bool ready = state == ExtentState::committed || state == ExtentState::final;
-    if (lru_.contains(i) != ready) return wrong(i, "in the eviction lists exactly when committed or final");
+    const bool kept = kept_.count(i) != 0;
+    if (lru_.contains(i) != (ready && !kept)) return wrong(i, "in the eviction lists exactly when committed or final");
+    if (kept && (!ready || table_->at(i).pin != static_cast<uint8_t>(Pin::hard))) return wrong(i, "kept for no reason");
+    if (kept) kept_bytes += footprint(i);
     if (valid(i) != (ready || state == ExtentState::prepared)) return wrong(i, "generation word and state disagree");
     if (ready && table_->at(i).writer != 0) return wrong(i, "committed, but has a writer");
-    evictable += ready;
+    evictable += ready && !kept;
     if (state == ExtentState::prepared) {
       const auto txn = open_.find(record.txn);
       if (txn == open_.end() || std::count(txn->second.begin(), txn->second.end(), i) != 1)
@@ -64,6 +67,7 @@ Status DonorImpl::check() const {
   for (const auto& [txn, extents] : open_) open += extents.size();
   if (open != prepared) return {Code::corrupt, "donor: a transaction has extents that are not prepared"};
   if (limbo_.size() != limbo) return {Code::corrupt, "donor: limbo has extents that are elsewhere"};
+  if (kept_bytes != kept_bytes_) return {Code::corrupt, "donor: what is pinned hard does not add up"};
   if (lru_.size() != evictable) return {Code::corrupt, "donor: eviction lists have members that are gone"};
   return {};
 }

@@ -39,7 +39,7 @@ std::optional<size_t> DonorImpl::store_for(uint32_t index) const {
   for (size_t i = 0; i < stores_.size(); ++i) {
     const ssd::Store& store = *stores_[i]->store;
     if (store.out_of_service() || !store.fits(size)) continue;
-    if (!store.has_free_space() && lru_.uses(index) < 2) continue;
+    if (!store.has_free_space() && lru_.uses(index) < 2 && !lru_.soft(index)) continue;
     const auto load = [this](size_t n) {
       const ssd::Store& s = *stores_[n]->store;
       return std::pair(s.full(), s.stats().writing_bytes);
@@ -80,6 +80,7 @@ bool DonorImpl::demote(uint32_t index) {
   record.meta = r.meta;
   record.kind = r.kind;
   record.version = {e.version_view, e.version_counter};
+  record.pin = static_cast<Pin>(e.pin);
   record.part = r.part;
   record.parts = r.parts;
   record.nbytes = e.nbytes;
@@ -153,7 +154,7 @@ void DonorImpl::clean_ahead() {
   const uint64_t enough = options_.limit_bytes / 8;
   while (space_.free_bytes() + clean_bytes_ + demoting_bytes() < enough) {
     const auto next = lru_.victim();
-    if (!next) return;
+    if (!next || lru_.soft(*next)) return;
     const Tiered* t = tier_of(*next);
     if (t && t->at) {
       lru_.park(*next);

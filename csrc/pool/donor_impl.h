@@ -6,6 +6,7 @@
 
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "pool/allocator.h"
 #include "pool/donor.h"
@@ -30,7 +31,8 @@ class DonorImpl final : public Donor {
 
   Result<Reservation> reserve(const ReserveRequest& request) override;
   Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms, int64_t now_ns,
-                uint32_t replicas) override;
+                uint32_t replicas, Pin pin) override;
+  void set_pin(ExtentRef extent, Pin pin, Done done) override;
   Status finalize(ExtentRef extent) override;
   Status supersede(ExtentRef extent) override;
   Status free(ExtentRef extent) override;
@@ -83,6 +85,8 @@ class DonorImpl final : public Donor {
   uint64_t footprint(uint32_t index) const { return Allocator::footprint(table_->record(index).placement); }
   Announcement announcement(uint32_t index) const;
   void enter_eviction(uint32_t index);
+  void leave_eviction(uint32_t index);
+  void keep(uint32_t index);
   void save_uses(uint32_t index);
   void close_prepared(uint32_t index);
 
@@ -160,6 +164,8 @@ class DonorImpl final : public Donor {
   std::map<SessionId, SessionState> sessions_;
   std::map<TxnId, std::vector<uint32_t>> open_;  // PREPARED extents by transaction
   std::vector<uint32_t> limbo_;
+  std::unordered_set<uint32_t> kept_;  // pinned hard: in no eviction list
+  uint64_t kept_bytes_ = 0;
   std::vector<uint32_t> parked_;                                      // pinned when eviction came by
   std::unordered_map<uint32_t, std::map<SessionId, int64_t>> hints_;  // by extent and owner: until when
   mutable std::vector<uint32_t> pin_mark_;

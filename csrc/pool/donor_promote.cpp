@@ -115,6 +115,7 @@ void DonorImpl::placed(uint64_t generation, ExtentRef extent) {
   e.version_counter = r.version.counter;
   e.crc32c = r.crc32c.value_or(0);
   e.has_crc = r.crc32c.has_value();
+  e.pin = static_cast<uint8_t>(r.pin);
   e.ttl_ms = r.ttl_ms;
   e.committed_ns = r.committed_ns;
   close_prepared(extent.index);

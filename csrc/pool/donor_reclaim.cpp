@@ -50,7 +50,7 @@ bool DonorImpl::evictable(uint32_t index) const {
 
 void DonorImpl::retire(const std::vector<uint32_t>& extents) {
   for (uint32_t i : extents) {
-    if (lru_.contains(i)) lru_.remove(i);
+    leave_eviction(i);
     take_off_clean(i);
     if (table_->state(i) == ExtentState::prepared) close_prepared(i);
     if (valid(i)) table_->invalidate(i);
@@ -123,7 +123,9 @@ Status DonorImpl::make_room(uint64_t nbytes) {
     if (lru_.contains(i) && !pinned(i)) held += footprint(i);
   const uint64_t want = Allocator::footprint(nbytes);
   if (space_.ceiling_bytes() - space_.used_bytes() + lru_.nbytes() - held < want)
-    return full(nbytes, "what may be evicted is not enough");
+    return full(nbytes, kept_bytes_ == 0 ? "what may be evicted is not enough"
+                                         : "what may be evicted is not enough: " + std::to_string(kept_bytes_) +
+                                               " bytes are pinned hard");
 
   while (!space_.fits(nbytes)) {
     const uint64_t free = space_.free_bytes();
@@ -162,7 +164,8 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
       continue;
     }
     // Room that is being made already is not made twice.
-    if (!droppable_now(*victim) && sum + demoting_bytes() >= std::max<uint64_t>(deficit, 1)) break;
+    if ((!droppable_now(*victim) || lru_.soft(*victim)) && sum + demoting_bytes() >= std::max<uint64_t>(deficit, 1))
+      break;
     const Fate what = fate(*victim);
     if (what == Fate::later) break;
     if (what == Fate::wait) {
@@ -176,7 +179,9 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
     const bool same_cell = nbytes < kSlabLimit && Allocator::footprint(placement) == Allocator::footprint(nbytes);
     if (placement.slab != kNoSlab && !same_cell) {
       auto mates = space_.owners_at(placement.slab / kPageBytes);
-      if (std::all_of(mates.begin(), mates.end(), [this](uint32_t i) { return evictable(i) && droppable_now(i); }))
+      const bool soft = lru_.soft(*victim);
+      if (std::all_of(mates.begin(), mates.end(),
+                      [&](uint32_t i) { return evictable(i) && droppable_now(i) && (soft || !lru_.soft(i)); }))
         group = std::move(mates);
     }
     for (uint32_t i : group) {
@@ -192,16 +197,19 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
 // There are bytes enough, but in too many runs: the extent beside the largest run that can be widened.
 std::vector<uint32_t> DonorImpl::beside_a_run() const {
   std::vector<uint32_t> found;
-  space_.for_each_run([&](uint32_t first, uint32_t pages) {
-    for (uint64_t page : {uint64_t{first} + pages, uint64_t{first} - 1}) {
-      auto owners = space_.owners_at(page);
-      if (owners.empty() || !std::all_of(owners.begin(), owners.end(), [this](uint32_t i) { return evictable(i); }))
-        continue;
-      found = std::move(owners);
-      return false;
-    }
-    return true;
-  });
+  for (const bool soft_too : {false, true}) {
+    const auto may_go = [&](uint32_t i) { return evictable(i) && (soft_too || !lru_.soft(i)); };
+    space_.for_each_run([&](uint32_t first, uint32_t pages) {
+      for (uint64_t page : {uint64_t{first} + pages, uint64_t{first} - 1}) {
+        auto owners = space_.owners_at(page);
+        if (owners.empty() || !std::all_of(owners.begin(), owners.end(), may_go)) continue;
+        found = std::move(owners);
+        return false;
+      }
+      return true;
+    });
+    if (!found.empty()) break;
+  }
   return found;
 }
 
@@ -404,6 +412,8 @@ DonorStats DonorImpl::stats() const {
   scan_pins();
   s.pinned_extents = pins_.size();
   s.evictions = evictions_;
+  s.soft_pinned_bytes = lru_.soft_nbytes();
+  s.hard_pinned_bytes = kept_bytes_;
   s.ssd = ssd_stats();
   return s;
 }

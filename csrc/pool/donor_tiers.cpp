@@ -126,6 +126,7 @@ bool DonorImpl::link_copy(uint32_t index) {
     t.record.ttl_ms = e.ttl_ms;
     t.record.committed_ns = e.committed_ns;
   }
+  t.record.pin = static_cast<Pin>(e.pin);
   t.dram = index;
   tier_of_[index] = name.generation;
   return true;
@@ -168,7 +169,9 @@ Announcement DonorImpl::announcement(const Tiered& t) const {
           r.ttl_ms,
           r.committed_ns,
           Tier::ssd,
-          {}};
+          {},
+          1,
+          r.pin};
 }
 
 void DonorImpl::peek(ExtentRef extent, std::function<void(Result<Announcement>)> done) const {
@@ -292,7 +295,9 @@ std::optional<ssd::Spot> StoreOwner::worth_moving(uint64_t id, uint64_t segment)
   const auto it = donor.tiers_.find(id);
   if (it == donor.tiers_.end()) return {};
   Tiered& t = it->second;
-  if (!t.at || t.at->store != number || t.at->spot.segment != segment || t.dram || t.hits == 0) return {};
+  if (!t.at || t.at->store != number || t.at->spot.segment != segment || t.dram ||
+      (t.hits == 0 && t.record.pin == Pin::none))
+    return {};
   t.hits = 0;
   return t.at->spot;
 }

@@ -18,24 +18,26 @@ Turnover::Turnover(uint64_t capacity_bytes, uint32_t max_members) : capacity_(ca
   if (!ghosts_) throw std::bad_alloc();
 }
 
-uint8_t Turnover::class_of(uint32_t uses) {
-  return static_cast<uint8_t>(std::min<int>(std::bit_width(uses) - 1, kClasses - 1));
+uint8_t Turnover::list_of(const Node& node) {
+  return static_cast<uint8_t>(std::min<int>(std::bit_width(node.uses) - 1, kClasses - 1) + (node.soft ? kClasses : 0));
 }
 
-void Turnover::insert(uint32_t member, uint64_t key_hash, uint64_t nbytes) {
+void Turnover::insert(uint32_t member, uint64_t key_hash, uint64_t nbytes, bool soft) {
   now_ += nbytes;
-  restore(member, nbytes, take_ghost(key_hash) + 1, now_);
+  restore(member, nbytes, take_ghost(key_hash) + 1, now_, soft);
 }
 
-void Turnover::restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use) {
+void Turnover::restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use, bool soft) {
   if (member >= nodes_.size()) nodes_.resize(member + 1);
   Node& node = nodes_[member];
   node.nbytes = nbytes;
   node.uses = std::max<uint32_t>(uses, 1);
   node.last_use = last_use;
+  node.soft = soft;
   now_ = std::max(now_, last_use);
-  append(member, class_of(node.uses));
+  append(member, list_of(node));
   nbytes_ += nbytes;
+  if (soft) soft_nbytes_ += nbytes;
   ++size_;
   // Half of the ghosts are where they are looked for after that; the others are forgotten.
   if (size_ / 4 > ghost_mask_ && ghost_mask_ < ghost_mask_max_) ghost_mask_ = 2 * ghost_mask_ + 1;
@@ -48,7 +50,7 @@ void Turnover::touch(uint32_t member) {
   if (node.uses != UINT32_MAX) ++node.uses;
   if (node.list == kParked) return;  // its class is found when it comes back
   unlink(member);
-  append(member, class_of(node.uses));
+  append(member, list_of(node));
 }
 
 void Turnover::refresh(uint32_t member, uint32_t uses) {
@@ -57,13 +59,14 @@ void Turnover::refresh(uint32_t member, uint32_t uses) {
   node.uses = std::max(node.uses, uses);
   if (node.list == kParked) return;
   unlink(member);
-  append(member, class_of(node.uses));
+  append(member, list_of(node));
 }
 
 void Turnover::remove(uint32_t member) {
   Node& node = nodes_[member];
   if (node.list != kParked) unlink(member);
   nbytes_ -= node.nbytes;
+  if (node.soft) soft_nbytes_ -= node.nbytes;
   --size_;
   node = {};
 }
@@ -77,10 +80,11 @@ void Turnover::evict(uint32_t member, uint64_t key_hash) {
 std::optional<uint32_t> Turnover::victim() const {
   std::optional<uint32_t> best;
   unsigned __int128 best_score = 0;
-  for (uint32_t c = 0; c < kClasses; ++c) {
-    const uint32_t head = lists_[c].head;
+  for (uint32_t list = 0; list < lists_.size(); ++list) {
+    if (list == kClasses && best) break;  // the rest are soft
+    const uint32_t head = lists_[list].head;
     if (head == kNone) continue;
-    const auto score = static_cast<unsigned __int128>(capacity_) * c + nodes_[head].last_use;
+    const auto score = static_cast<unsigned __int128>(capacity_) * list + nodes_[head].last_use;
     if (best && score >= best_score) continue;
     best = head;
     best_score = score;
@@ -94,7 +98,7 @@ void Turnover::park(uint32_t member) {
 }
 
 void Turnover::unpark(uint32_t member) {
-  const uint8_t list = class_of(nodes_[member].uses);
+  const uint8_t list = list_of(nodes_[member]);
   // It was the oldest of its class when it stepped aside; if it was used since, it belongs behind what is older.
   const uint32_t head = lists_[list].head;
   if (head == kNone || nodes_[member].last_use <= nodes_[head].last_use) {
@@ -168,11 +172,11 @@ Status Turnover::check() const {
   auto wrong = [](uint32_t member, const char* what) {
     return Status(Code::corrupt, "eviction: member " + std::to_string(member) + ": " + what);
   };
-  for (uint32_t c = 0; c < kClasses; ++c) {
+  for (uint32_t c = 0; c < lists_.size(); ++c) {
     uint32_t prev = kNone;
     for (uint32_t m = lists_[c].head; m != kNone; m = nodes_[m].next) {
       const Node& node = nodes_[m];
-      if (node.list != c || class_of(node.uses) != c) return wrong(m, "in the wrong list");
+      if (node.list != c || list_of(node) != c) return wrong(m, "in the wrong list");
       if (node.prev != prev) return wrong(m, "broken link");
       if (prev != kNone && node.last_use < nodes_[prev].last_use) return wrong(m, "out of order");
       if (++members > size_) return wrong(m, "more listed than there are");

@@ -7,6 +7,8 @@
 // Whoever touches the pages of a prefix tail first gets parents that outlive their children: a parent's uses and last
 // use are never below its child's.
 //
+// Soft members are victims only when there are no others.
+//
 // Members are small integers (extent indices). All calls O(1), also while their number grows: memory for all of them is
 // set aside, and taken when it is used. Threads: one caller at a time.
 #pragma once
@@ -28,9 +30,9 @@ class Turnover {
   Turnover(uint64_t capacity_bytes, uint32_t max_members);
 
   // A new member, used once now, or more often if it was evicted lately (key_hash).
-  void insert(uint32_t member, uint64_t key_hash, uint64_t nbytes);
+  void insert(uint32_t member, uint64_t key_hash, uint64_t nbytes, bool soft = false);
   // A member with a known past; call in order of last_use.
-  void restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use);
+  void restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use, bool soft = false);
   void touch(uint32_t member);
   // As if used now, but not counted; at least as often as `uses`.
   void refresh(uint32_t member, uint32_t uses);
@@ -44,9 +46,11 @@ class Turnover {
 
   bool contains(uint32_t member) const { return member < nodes_.size() && nodes_[member].list != kAbsent; }
   bool parked(uint32_t member) const { return nodes_[member].list == kParked; }
+  bool soft(uint32_t member) const { return nodes_[member].soft; }
   uint64_t last_use(uint32_t member) const { return nodes_[member].last_use; }
   uint32_t uses(uint32_t member) const { return nodes_[member].uses; }
   uint64_t nbytes() const { return nbytes_; }  // of all members, parked ones too
+  uint64_t soft_nbytes() const { return soft_nbytes_; }
   size_t size() const { return size_; }
   Status check() const;
 
@@ -57,6 +61,7 @@ class Turnover {
     uint64_t last_use = 0, nbytes = 0;
     uint32_t prev = kNone, next = kNone, uses = 0;
     uint8_t list = kAbsent;
+    bool soft = false;
   };
   struct List {
     uint32_t head = kNone, tail = kNone;
@@ -69,7 +74,7 @@ class Turnover {
     void operator()(Ghost* g) const { std::free(g); }
   };
 
-  static uint8_t class_of(uint32_t uses);
+  static uint8_t list_of(const Node& node);  // by class; those of soft members behind
   void append(uint32_t member, uint8_t list);
   void prepend(uint32_t member, uint8_t list);
   void unlink(uint32_t member);
@@ -78,9 +83,9 @@ class Turnover {
   void put_ghost(uint64_t key_hash, uint32_t uses);
 
   const uint64_t capacity_;
-  uint64_t now_ = 0, nbytes_ = 0, evicted_bytes_ = 0;
+  uint64_t now_ = 0, nbytes_ = 0, soft_nbytes_ = 0, evicted_bytes_ = 0;
   size_t size_ = 0;
-  std::array<List, kClasses> lists_;
+  std::array<List, 2 * kClasses> lists_;
   std::vector<Node> nodes_;
   std::unique_ptr<Ghost[], FreeGhosts> ghosts_;
   uint64_t ghost_mask_ = 0, ghost_mask_max_ = 0;

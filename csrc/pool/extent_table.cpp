@@ -176,7 +176,8 @@ Result<uint64_t> ExtentTable::publish(uint32_t index, uint64_t nbytes, SessionId
   e.last_use = 0;
   e.uses = 0;
   e.crc32c = 0;
-  e.has_crc = e.replicas = 0;
+  e.has_crc = e.pin = 0;
+  e.replicas = 0;
   e.ttl_ms = 0;
   e.committed_ns = 0;
   e.promoted = 0;

@@ -78,7 +78,7 @@ Found Home::find(std::string_view key) const {
   if (between(h)) return Found::not_yet();
   const Index::Ref e = entries_.find(h);
   if (!e || expired(e)) return {};
-  Found found{Found::State::found, e.kind(), e.version(), e.parts(), e.expires_ns(), {}};
+  Found found{Found::State::found, e.kind(), e.version(), e.parts(), e.expires_ns(), e.pin(), {}};
   found.places.reserve(e.spots());
   for (size_t i = 0; i < e.spots(); ++i) {
     const Spot spot = e.spot(i);
@@ -181,6 +181,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     op.spots = std::move(spots);
     op.deadline_ns = deadline_ns;
     op.ttl_ms = call.ttl_ms;
+    op.pin = call.pin;
     op.replicas = static_cast<uint32_t>(call.replicas.size());
     return enqueue(h, std::move(op));
   }
@@ -198,8 +199,9 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     group.op.txn = call.head.txn;
     group.op.parts = group.parts;
     group.op.ttl_ms = call.ttl_ms;
+    group.op.pin = call.pin;
   } else if (group.op.kind != call.head.kind || group.op.if_exists != call.if_exists ||
-             group.op.ttl_ms != call.ttl_ms) {
+             group.op.ttl_ms != call.ttl_ms || group.op.pin != call.pin) {
     return refuse({Code::invalid_argument, "writers of one object differ in their options"});
   }
   group.have.insert(call.head.part);
@@ -218,6 +220,15 @@ void Home::remove(RequestId request, std::string_view key, int64_t deadline_ns, 
   op.what = Op::What::remove;
   op.requests = {request};
   op.only = only;
+  op.deadline_ns = deadline_ns;
+  enqueue(hash(key), std::move(op));
+}
+
+void Home::pin(RequestId request, std::string_view key, Pin pin, int64_t deadline_ns) {
+  Op op;
+  op.what = Op::What::pin;
+  op.requests = {request};
+  op.pin = pin;
   op.deadline_ns = deadline_ns;
   enqueue(hash(key), std::move(op));
 }
@@ -253,7 +264,12 @@ void Home::start(const KeyHash& hash, Busy& busy, Op op) {
     return start_superseding(hash, busy);
   }
   const bool exists = there && !expired(existing);
-  if (op.what == Op::What::remove) {
+  if (op.what == Op::What::pin && exists) {
+    op.version = existing.version();
+    busy.op = std::move(op);
+    return start_pinning(hash, busy);
+  }
+  if (op.what == Op::What::remove || op.what == Op::What::pin) {
     if (!exists || (op.only && existing.version() != *op.only)) {
       actions_.emplace_back(RemoveDone{op.requests[0], false});
       return;
@@ -293,6 +309,7 @@ void Home::start_marking(const KeyHash& hash, Busy& busy) {
     mark.txn = busy.op.txn;
     mark.ttl_ms = busy.op.ttl_ms;
     mark.replicas = busy.op.replicas;
+    mark.pin = busy.op.pin;
     mark.copy = busy.op.what == Op::What::copy;
     if (busy.op.expires_ns != INT64_MAX)  // completed in a rebuild: what is left of it
       mark.ttl_ms = static_cast<uint64_t>(std::max<int64_t>(1, (busy.op.expires_ns - now_ns_) / kMs));
@@ -329,7 +346,9 @@ void Home::step_over(const KeyHash& hash, Busy& busy) {
     if (busy.outstanding != 0) return;
   }
   Candidates fallback;
-  if (copied) {
+  if (busy.phase == Phase::pinning) {
+    join_pin(hash, busy);
+  } else if (copied) {
     join_copy(hash, busy);
   } else if (busy.phase == Phase::superseding) {
     flip(hash, busy);
@@ -354,7 +373,7 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
     for (RequestId request : op.requests) actions_.emplace_back(RemoveDone{request, true});
     return;
   }
-  IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}, op.replicas};
+  IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}, op.replicas, op.pin};
   if (op.ttl_ms != 0) entry.expires_ns = now_ns_ + static_cast<int64_t>(op.ttl_ms) * kMs;
   for (const NewSpot& spot : op.spots)
     if (spot.state == NewSpot::State::committed && !gone(spot.donor)) entry.spots.push_back(spot);
@@ -371,6 +390,36 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
   answer(op, is_whole ? Status{} : busy.failure, true, op.version);
 }
 
+// --- pins ---
+
+void Home::start_pinning(const KeyHash& hash, Busy& busy) {
+  busy.phase = Phase::pinning;
+  busy.failure = {};
+  const IndexEntry entry = entries_.find(hash).entry();
+  busy.outstanding = static_cast<uint32_t>(entry.spots.size());
+  for (const Spot& spot : entry.spots) send_pin(hash, spot.donor, spot.extent, busy.op.pin, true);
+}
+
+void Home::send_pin(const KeyHash& hash, uint32_t donor, ExtentRef extent, Pin pin, bool wait) {
+  Mark mark = make_mark(Mark::What::pin, hash, extent);
+  mark.pin = pin;
+  send(hash, donor, mark, wait);
+}
+
+void Home::join_pin(const KeyHash& hash, Busy& busy) {
+  const Index::Ref existing = entries_.find(hash);
+  const bool there = existing && existing.version() == busy.op.version;  // not lost meanwhile
+  if (there && busy.failure.is_ok()) {
+    IndexEntry entry = existing.entry();
+    entry.pin = busy.op.pin;
+    entries_.set(hash, entry);
+  } else if (there) {  // as before, wherever it was done
+    for (const Spot& spot : existing.entry().spots) send_pin(hash, spot.donor, spot.extent, existing.pin(), false);
+  }
+  const Result<bool> result = busy.failure.is_ok() ? Result<bool>(there) : Result<bool>(busy.failure);
+  for (RequestId request : busy.op.requests) actions_.emplace_back(RemoveDone{request, result});
+}
+
 void Home::answer(const Op& op, const Status& failure, bool stored, Version version) {
   for (RequestId request : op.requests) {
     if (failure.is_ok()) {
@@ -382,7 +431,7 @@ void Home::answer(const Op& op, const Status& failure, bool stored, Version vers
 }
 
 void Home::fail_op(const KeyHash& hash, const Op& op, const Status& why) {
-  if (op.what == Op::What::remove) {
+  if (op.what == Op::What::remove || op.what == Op::What::pin) {
     for (RequestId request : op.requests) actions_.emplace_back(RemoveDone{request, why});
     return;
   }
@@ -434,7 +483,7 @@ void Home::send(const KeyHash& hash, uint32_t donor, Mark mark, bool wait) {
 void Home::mark_done(MarkId id, const Status& status) {
   const auto it = outstanding_.find(id);
   if (it == outstanding_.end()) return;
-  const bool undoing = it->second.mark.what != Mark::What::commit;
+  const bool undoing = it->second.mark.what != Mark::What::commit && it->second.mark.what != Mark::What::pin;
   // What is not there has certainly lost its word; anything else that is no final refusal is asked again.
   const bool settled =
       status.is_ok() || status.code() == Code::key_not_found || (!undoing && status.code() != Code::pool_unavailable);
@@ -458,6 +507,7 @@ void Home::resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, c
     }
     if (!status.is_ok()) busy.failure = status;
   }
+  if (mark.what == Mark::What::pin && !status.is_ok() && status.code() != Code::key_not_found) busy.failure = status;
   if (--busy.outstanding == 0) step_over(hash, busy);
 }
 

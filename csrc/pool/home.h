@@ -83,7 +83,8 @@ struct Found {
   Kind kind = Kind::named;
   Version version;
   uint32_t parts = 1;
-  int64_t expires_ns = INT64_MAX;                       // by the home's clock
+  int64_t expires_ns = INT64_MAX;  // by the home's clock
+  Pin pin = Pin::none;
   std::vector<std::pair<uint32_t, ReplicaRef>> places;  // (part, where)
   bool on_ssd() const {                                 // only: some part has no copy in memory
     std::vector<Spot> spots;
@@ -126,6 +127,8 @@ class TM_API Home {
   void commit(RequestId request, const CommitCall& call, int64_t deadline_ns);
   // With `only`: removes that version, and no other (at most one caller is told that it did).
   void remove(RequestId request, std::string_view key, int64_t deadline_ns, std::optional<Version> only = {});
+  // Of the version that is there when its turn comes, all replicas. RemoveDone: whether there was one.
+  void pin(RequestId request, std::string_view key, Pin pin, int64_t deadline_ns);
 
   Found find(std::string_view key) const;
   // The states of find(), of all keys.
@@ -176,9 +179,10 @@ class TM_API Home {
     ExtentState state = ExtentState::committed;
     uint32_t parts = 1, replicas = 1;
     int64_t expires_ns = INT64_MAX;
+    Pin pin = Pin::none;
   };
   struct Op {
-    enum class What : uint8_t { put, remove, expire, repair, copy } what = What::put;
+    enum class What : uint8_t { put, remove, expire, repair, copy, pin } what = What::put;
     std::string key;  // put, if somebody observed when it came
     std::vector<RequestId> requests;
     Kind kind = Kind::named;
@@ -188,13 +192,14 @@ class TM_API Home {
     std::vector<NewSpot> spots;
     int64_t deadline_ns = INT64_MAX;
     Version version;
-    std::optional<Version> only;     // remove, expire
+    std::optional<Version> only;  // remove, expire
+    Pin pin = Pin::none;
     uint64_t ttl_ms = 0;             // put: from the flip on; 0: never
     int64_t expires_ns = INT64_MAX;  // repair
     uint32_t replicas = 1;           // as it was put
     std::vector<Candidate> rest;     // repair: the versions below
   };
-  enum class Phase : uint8_t { idle, marking, superseding, aborting };
+  enum class Phase : uint8_t { idle, marking, superseding, aborting, pinning };
   struct Busy {
     Phase phase = Phase::idle;
     Op op;
@@ -236,6 +241,9 @@ class TM_API Home {
   void start_marking(const KeyHash& hash, Busy& busy);
   void start_superseding(const KeyHash& hash, Busy& busy);
   void flip(const KeyHash& hash, Busy& busy);
+  void start_pinning(const KeyHash& hash, Busy& busy);
+  void join_pin(const KeyHash& hash, Busy& busy);
+  void send_pin(const KeyHash& hash, uint32_t donor, ExtentRef extent, Pin pin, bool wait);
   void start_copy(const KeyHash& hash, Busy& busy, Op op);
   void join_copy(const KeyHash& hash, Busy& busy);
   void look_for_short();

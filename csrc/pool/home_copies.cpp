@@ -87,6 +87,7 @@ void Home::start_copy(const KeyHash& hash, Busy& busy, Op op) {
   op.version = existing.version();
   op.kind = existing.kind();
   op.replicas = existing.replicas();
+  op.pin = existing.pin();
   busy.op = std::move(op);
   start_marking(hash, busy);
 }

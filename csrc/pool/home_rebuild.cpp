@@ -57,6 +57,7 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
     c.state = a.state;
     c.parts = a.parts;
     c.replicas = a.replicas;
+    c.pin = a.pin;
     if (a.left_ms) c.expires_ns = now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000;
     heard.emplace_back(h, c);
   }
@@ -74,7 +75,7 @@ Found Home::served_early(const Candidates& candidates) const {
       versions[c.version].push_back(&c);
   for (const auto& [version, list] : versions) {
     std::vector<Spot> spots;
-    Found found{Found::State::found, list[0]->kind, version, list[0]->parts, INT64_MAX, {}};
+    Found found{Found::State::found, list[0]->kind, version, list[0]->parts, INT64_MAX, list[0]->pin, {}};
     for (const Candidate* c : list) {
       found.expires_ns = std::min(found.expires_ns, c->expires_ns);
       spots.push_back(*c);
@@ -133,7 +134,7 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
   // As almost all are: one copy, of one writer.
   if (const Candidate& only = candidates[0]; candidates.size() == 1 && only.parts == 1 && is_stored(only.state)) {
     const uint32_t replicas = std::max<uint32_t>(1, only.replicas);
-    set_entry(hash, {only.version, only.kind, 1, only.expires_ns, {only}, replicas});
+    set_entry(hash, {only.version, only.kind, 1, only.expires_ns, {only}, replicas, only.pin});
     if (only.state != ExtentState::final)
       send(hash, only.donor, make_mark(Mark::What::finalize, hash, only.extent), false);
     return;
@@ -164,6 +165,7 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
       add(c, NewSpot::State::committed);
       op.expires_ns = std::min(op.expires_ns, c.expires_ns);
       op.replicas = std::max(op.replicas, c.replicas);
+      op.pin = std::max(op.pin, c.pin);
     }
     for (const Candidate& c : prepared)
       if (completes(c, op)) add(c, NewSpot::State::prepared);
@@ -199,7 +201,7 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
   const bool all_marked = std::all_of(op.spots.begin(), op.spots.end(),
                                       [](const NewSpot& s) { return s.state == NewSpot::State::committed; });
   if (all_marked && olds.empty()) {
-    IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}, op.replicas};
+    IndexEntry entry{op.version, op.kind, op.parts, op.expires_ns, {}, op.replicas, op.pin};
     for (const NewSpot& spot : op.spots) entry.spots.push_back(spot);
     set_entry(hash, entry);
     for (const Candidate& c : chosen->second)
@@ -271,11 +273,14 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     bool as_known = false;
     for (size_t i = 0; known && !as_known && i < known.spots(); ++i)
       as_known = known.spot(i) == spot && known.spot(i).tier == a.tier;
-    if (as_known) continue;
+    if (as_known && known.pin() == a.pin) continue;
     IndexEntry entry = known ? known.entry() : IndexEntry{};
     if (const auto same = std::find(entry.spots.begin(), entry.spots.end(), spot); same != entry.spots.end()) {
-      same->tier = a.tier;
-      update_entry(h, entry, a.key);
+      if (same->tier != a.tier) {
+        same->tier = a.tier;
+        update_entry(h, entry, a.key);
+      }
+      if (a.pin != entry.pin) send_pin(h, donor, a.extent, entry.pin, false);  // its SSD has remembered another
       continue;
     }
     if (asked.count({a.extent.index, a.extent.generation})) continue;
@@ -289,9 +294,10 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     } else if (copy) {
       entry.spots.push_back(spot);
       update_entry(h, entry, a.key);
+      if (a.pin != entry.pin) send_pin(h, donor, a.extent, entry.pin, false);
     } else {
       const int64_t expires_ns = a.left_ms ? now_ns_ + static_cast<int64_t>(*a.left_ms) * 1'000'000 : INT64_MAX;
-      set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}, a.replicas});
+      set_entry(h, {a.version, a.kind, 1, expires_ns, {spot}, a.replicas, a.pin});
       wake(h);
     }
   }

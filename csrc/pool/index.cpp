@@ -8,7 +8,7 @@ namespace torch_mooncake::pool {
 Index::Index() : shards_(kShards) {}
 
 IndexEntry Index::Ref::entry() const {
-  IndexEntry entry{version(), kind(), parts(), expires_ns(), {}, replicas()};
+  IndexEntry entry{version(), kind(), parts(), expires_ns(), {}, replicas(), pin()};
   for (size_t i = 0; i < spots(); ++i) entry.spots.push_back(spot(i));
   return entry;
 }
@@ -74,6 +74,7 @@ void Index::set(const KeyHash& hash, const IndexEntry& entry) {
   slot.hash = hash;
   slot.version = entry.version;
   slot.sealed = entry.kind == Kind::sealed;
+  slot.pin = static_cast<uint32_t>(entry.pin);
   slot.more = !plain;
 }
 

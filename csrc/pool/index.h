@@ -22,7 +22,7 @@ struct HashOfHash {
 };
 
 struct Spot {          // an extent on a donor
-  uint32_t donor = 0;  // below 2^28
+  uint32_t donor = 0;  // below 2^26
   uint32_t part = 0;
   ExtentRef extent;
   Tier tier = Tier::dram;
@@ -38,6 +38,7 @@ struct IndexEntry {
   int64_t expires_ns = INT64_MAX;
   std::vector<Spot> spots;
   uint32_t replicas = 1;  // as it was put
+  Pin pin = Pin::none;
 };
 
 // Where an object is: in memory if each part has a copy there.
@@ -50,7 +51,7 @@ class TM_API Index {
     Version version;
     uint64_t generation = 0;
     uint32_t extent = 0;
-    uint32_t donor : 28 = 0, used : 1 = 0, sealed : 1 = 0, on_disk : 1 = 0;
+    uint32_t donor : 26 = 0, pin : 2 = 0, used : 1 = 0, sealed : 1 = 0, on_disk : 1 = 0;
     uint32_t more : 1 = 0;  // the rest is in the side table
   };
   static_assert(sizeof(Slot) == 48);
@@ -71,6 +72,7 @@ class TM_API Index {
     uint32_t parts() const { return more_ ? more_->parts : 1; }
     int64_t expires_ns() const { return more_ ? more_->expires_ns : INT64_MAX; }
     uint32_t replicas() const { return more_ ? more_->replicas : 1; }
+    Pin pin() const { return static_cast<Pin>(slot_->pin); }
     Tier tier() const {
       if (more_) return tier_of(more_->spots, more_->parts);
       return slot_->on_disk ? Tier::ssd : Tier::dram;

@@ -122,9 +122,10 @@ struct Announced {
   std::optional<uint64_t> left_ms;  // until it expires, by the donor's clock; none: never
   Tier tier = Tier::dram;
   uint32_t replicas = 1;  // as it was put
+  Pin pin = Pin::none;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms)(tier)(replicas);
+    ar(key, kMaxKeyBytes)(kind)(state)(version)(txn)(part)(parts)(extent)(left_ms)(tier)(replicas)(pin);
     ar.require(parts >= 1 && parts <= kMaxParts && part < parts);
   }
 };
@@ -171,7 +172,7 @@ struct LeaveRequest {
 
 struct Mark {
   static constexpr const char* kName = "mark";
-  enum class What : uint8_t { commit = 0, finalize, supersede, drop };
+  enum class What : uint8_t { commit = 0, finalize, supersede, drop, pin };
   What what = What::commit;
   uint64_t view = 0;
   uint32_t shard = 0;
@@ -182,12 +183,13 @@ struct Mark {
   uint64_t ttl_ms = 0;    // commit: it expires so long after the mark; 0: never
   uint32_t replicas = 1;  // commit: as it was put
   bool copy = false;      // commit: of a replica that was made by the donor itself, which knows when it expires
+  Pin pin = Pin::none;    // commit, pin
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms)(replicas)(copy);
+    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms)(replicas)(copy)(pin);
   }
 };
-constexpr auto last_value(Mark::What) { return Mark::What::drop; }
+constexpr auto last_value(Mark::What) { return Mark::What::pin; }
 
 struct EvictedExtent {
   std::string key;
@@ -360,9 +362,10 @@ struct CommitCall {
   std::vector<ReplicaRef> replicas;
   std::optional<uint32_t> crc32c;
   uint64_t ttl_ms = 0;  // 0: never
+  Pin pin = Pin::none;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(head)(if_exists)(replicas, 64)(crc32c)(ttl_ms);
+    ar(head)(if_exists)(replicas, 64)(crc32c)(ttl_ms)(pin);
   }
 };
 struct CommitAnswer {
@@ -431,11 +434,12 @@ struct LookupEntry {
   Version version;
   uint32_t parts = 1;
   std::optional<uint64_t> left_ms;
+  Pin pin = Pin::none;
   std::vector<Place> places;
   template <typename Ar>
   void fields(Ar& ar) {
     ar(found);
-    if (found) ar(kind)(version)(parts)(left_ms)(places, kMaxParts * 4);
+    if (found) ar(kind)(version)(parts)(left_ms)(pin)(places, kMaxParts * 4);
     ar.require(parts >= 1 && parts <= kMaxParts);
   }
 };
@@ -668,6 +672,7 @@ struct StatAnswer {
   uint64_t view = 0, keys = 0;
   uint64_t limit_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
   uint64_t extents = 0, pinned = 0, evictions = 0;
+  uint64_t soft_pinned_bytes = 0, hard_pinned_bytes = 0;
   bool is_home = false;
   NodeActivity activity;
   SsdStats ssd;
@@ -675,7 +680,7 @@ struct StatAnswer {
   void fields(Ar& ar) {
     ar(view)(keys)(
         limit_bytes)(used_bytes)(limbo_bytes)(prepared_bytes)(fenced_bytes)(extents)(pinned)(evictions)(is_home);
-    ar(activity);
+    ar(soft_pinned_bytes)(hard_pinned_bytes)(activity);
     ar(ssd.limit_bytes)(ssd.used_bytes)(ssd.records)(ssd.record_bytes)(ssd.demotions)(ssd.promotions)(ssd.dropped);
     ar(ssd.refused)(ssd.reclaimed)(ssd.errors)(ssd.corrupt)(ssd.out_of_service);
   }

@@ -98,6 +98,7 @@ void NodeServiceImpl::on_put_many(const rpc::SessionPtr&, PutManyCall call, Resp
   commit.head.timeout_ms = call.head.timeout_ms;
   commit.if_exists = call.head.if_exists;
   commit.ttl_ms = call.head.ttl_ms;
+  commit.pin = call.head.pin;
   ReserveRequest request;
   request.kind = call.head.kind;
   request.label = call.head.label;
@@ -165,11 +166,15 @@ void NodeServiceImpl::on_remove_many(const rpc::SessionPtr&, RemoveManyCall call
   auto& batch = remove_batches_[first];
   batch.answer.items.resize(call.items.size());
   batch.left = call.items.size();
+  batch.pins = call.pin.has_value();
   batch.responder = std::move(responder);
   for (uint32_t i = 0; i < call.items.size(); ++i) {
     const RemoveItem& item = call.items[i];
     if (const Status s = check_item(item.shard, item.key); s.is_ok()) {
-      home_->remove(first + i, item.key, deadline_ns, item.only);
+      if (call.pin)
+        home_->pin(first + i, item.key, *call.pin, deadline_ns);
+      else
+        home_->remove(first + i, item.key, deadline_ns, item.only);
       pump();
     } else {
       batch_done(RemoveDone{first + i, s});
@@ -183,7 +188,7 @@ void NodeServiceImpl::batch_done(const RemoveDone& done) {
   RemoveOutcome& outcome = batch.answer.items[done.request - first];
   if (done.result.is_ok()) {
     outcome.removed = *done.result;
-    done_.removals += *done.result;
+    done_.removals += *done.result && !batch.pins;
   } else {
     fail(outcome, done.result.status());
   }

@@ -69,6 +69,7 @@ class NodeServiceImpl final : public NodeService {
     Answer answer;
     size_t left = 0;
     ResponderPtr responder;
+    bool pins = false;  // of keys, not removals
   };
   struct PendingLookup {
     LookupCall call;

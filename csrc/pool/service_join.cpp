@@ -128,8 +128,8 @@ void NodeServiceImpl::drop_named(std::function<void(const Status&)> done) {
 // A home of another host counts by another clock, whose rate may differ by 10 %: a member says less than what is left,
 // so that no home serves what an earlier one has called expired.
 Announced NodeServiceImpl::slim(Announcement a) const {
-  Announced slim{std::move(a.key), a.kind,   a.state, a.version, a.txn,     a.part,
-                 a.parts,          a.extent, {},      a.tier,    a.replicas};
+  Announced slim{std::move(a.key), a.kind,   a.state, a.version, a.txn,      a.part,
+                 a.parts,          a.extent, {},      a.tier,    a.replicas, a.pin};
   if (a.ttl_ms && a.state != ExtentState::prepared) {
     auto passed_ms = static_cast<uint64_t>(std::max<int64_t>(0, steady_ns() - a.committed_ns)) / 1'000'000 + 1;
     if (!leader_) passed_ms += passed_ms / 10;

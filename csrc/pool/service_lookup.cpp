@@ -70,6 +70,7 @@ void NodeServiceImpl::look_up(RequestId request) {
     entry.kind = f.kind;
     entry.version = f.version;
     entry.parts = f.parts;
+    entry.pin = f.pin;
     if (f.expires_ns != INT64_MAX)
       entry.left_ms = static_cast<uint64_t>(std::max<int64_t>(0, f.expires_ns - steady_ns())) / 1'000'000;
     for (const auto& [part, at] : f.places) {
@@ -188,6 +189,8 @@ void NodeServiceImpl::on_stat(const rpc::SessionPtr&, Empty, ResponderPtr respon
   answer.extents = stats.extents;
   answer.pinned = stats.pinned_extents;
   answer.evictions = stats.evictions;
+  answer.soft_pinned_bytes = stats.soft_pinned_bytes;
+  answer.hard_pinned_bytes = stats.hard_pinned_bytes;
   answer.is_home = leader_;
   answer.activity = done_;
   answer.activity.starts = options_.starts;

@@ -24,7 +24,7 @@ void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Stat
     if (mark.copy) {
       TM_ASSIGN(ttl_ms, left_of_copy(mark));
     }
-    TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, ttl_ms, steady_ns(), mark.replicas));
+    TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, ttl_ms, steady_ns(), mark.replicas, mark.pin));
     reserved_until_.erase(mark.txn);
     copies_expire_.erase(mark.txn);
     return failpoint("node.committed");
@@ -47,6 +47,9 @@ void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Stat
       copies_expire_.erase(mark.txn);
       retry_reservations();
       return done({});
+    case Mark::What::pin:
+      donor_->set_pin(mark.extent, mark.pin, std::move(done));
+      return retry_reservations();
   }
   done({Code::internal, "unknown mark"});
 }

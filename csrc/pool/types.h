@@ -27,6 +27,8 @@ inline constexpr int64_t kMaxViewTtlMs = kLeaseMs - 1000;  // who is believed fo
 inline constexpr uint64_t kMaxTtlMs = uint64_t{10} * 365 * 86'400'000;
 
 enum class Kind : uint8_t { named = 0, sealed = 1 };
+// Who is evicted last, and who never. Of a version: a replace, removal or expiry ends it.
+enum class Pin : uint8_t { none = 0, soft, hard };
 enum class IfExists : uint8_t { replace = 0, keep = 1, error = 2 };
 
 // (view, counter), assigned by the home at commit; totally ordered.
@@ -82,8 +84,9 @@ struct ObjectInfo {
   uint32_t crc32c = 0;  // of the bytes, if has_crc
   bool has_crc = false;
   std::optional<uint64_t> left_ms;  // until it expires, when it was looked up; none: never
-  std::vector<PartInfo> parts;      // in order; one unless several writers made it
-  std::vector<Replica> replicas;    // of part 0
+  Pin pin = Pin::none;
+  std::vector<PartInfo> parts;    // in order; one unless several writers made it
+  std::vector<Replica> replicas;  // of part 0
 };
 
 struct SsdOptions {

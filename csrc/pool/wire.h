@@ -20,6 +20,7 @@ inline constexpr uint8_t kMessageFormat = 4;
 // The last valid value of each enum that travels.
 constexpr auto last_value(Kind) { return Kind::sealed; }
 constexpr auto last_value(Tier) { return Tier::ssd; }
+constexpr auto last_value(Pin) { return Pin::hard; }
 constexpr auto last_value(KeyChange) { return KeyChange::moved; }
 constexpr auto last_value(IfExists) { return IfExists::error; }
 constexpr auto last_value(ExtentState) { return ExtentState::limbo; }

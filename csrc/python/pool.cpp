@@ -41,9 +41,16 @@ PyClient connect(std::string address, std::string token, std::string name, std::
   return PyClient(std::move(result).value());
 }
 
+constexpr const char* kPins[] = {"none", "soft", "hard"};
+pool::Pin pin_named(const std::string& name) {
+  for (uint8_t i = 0; i < 3; ++i)
+    if (name == kPins[i]) return static_cast<pool::Pin>(i);
+  raise({Code::invalid_argument, "a pin is \"soft\", \"hard\" or \"none\", not \"" + name + "\""});
+}
+
 pool::PutOptions put_options(bool sealed, std::string if_exists, uint32_t replicas, bool replicas_lenient,
                              std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum,
-                             uint64_t ttl_ms) {
+                             uint64_t ttl_ms, std::string pin) {
   pool::PutOptions options;
   options.kind = sealed ? pool::Kind::sealed : pool::Kind::named;
   if (if_exists == "replace")
@@ -62,6 +69,7 @@ pool::PutOptions put_options(bool sealed, std::string if_exists, uint32_t replic
   options.group = std::move(group);
   options.checksum = checksum;
   options.ttl_ms = ttl_ms;
+  options.pin = pin_named(pin);
   return options;
 }
 
@@ -258,6 +266,17 @@ nb::list map_many(PyClient& client, nb::list objects, bool read_only, int64_t de
   return out;
 }
 
+nb::list outcomes_of(const std::vector<Result<bool>>& results) {
+  nb::list out;
+  for (const auto& result : results) {
+    if (result.is_ok())
+      out.append(nb::bool_(*result));
+    else
+      out.append(make_exception(result.status()));
+  }
+  return out;
+}
+
 nb::list remove_many(PyClient& client, nb::list keys, nb::object only, int64_t deadline_ns) {
   std::vector<pool::RemoveEntry> entries;
   for (nb::handle key : keys) entries.push_back({text_of(key.ptr()), {}});
@@ -267,14 +286,7 @@ nb::list remove_many(PyClient& client, nb::list keys, nb::object only, int64_t d
     for (size_t i = 0; i < entries.size(); ++i) entries[i].only = pool::Version{versions[i].first, versions[i].second};
   }
   auto results = without_gil([&] { return client->remove_many(entries, deadline_at(deadline_ns)); });
-  nb::list out;
-  for (auto& result : results) {
-    if (result.is_ok())
-      out.append(nb::bool_(*result));
-    else
-      out.append(make_exception(result.status()));
-  }
-  return out;
+  return outcomes_of(results);
 }
 
 pool::GetOptions get_options(std::optional<VersionPair> at_least, std::string label) {
@@ -299,6 +311,8 @@ nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
     d["extents"] = n.extents;
     d["evictions"] = n.evictions;
     d["pinned"] = n.pinned;
+    d["soft_pinned_bytes"] = n.soft_pinned_bytes;
+    d["hard_pinned_bytes"] = n.hard_pinned_bytes;
     d["is_home"] = n.is_home;
     d["fenced_bytes"] = n.fenced_bytes;
     d["starts"] = n.starts;
@@ -372,6 +386,7 @@ void bind_pool(nb::module_& m) {
           },
           nb::for_getter(nb::sig("def single(self, /) -> tuple[bytes, int] | None")),
           "(meta, nbytes) of an object of one writer, else None.")
+      .def_prop_ro("pin", [](PyObjectInfo& o) { return kPins[static_cast<size_t>(o->info().pin)]; })
       .def_prop_ro("left_ms", [](PyObjectInfo& o) { return o->info().left_ms; })
       .def_prop_ro("label", [](PyObjectInfo& o) { return o->info().label; })
       .def_prop_ro("replicas", [](PyObjectInfo& o) { return o->info().replicas.size(); })
@@ -395,13 +410,15 @@ void bind_pool(nb::module_& m) {
       .def(
           "__init__",
           [](pool::PutOptions* self, bool sealed, std::string if_exists, uint32_t replicas, bool replicas_lenient,
-             std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum, uint64_t ttl_ms) {
-            new (self) pool::PutOptions(put_options(sealed, std::move(if_exists), replicas, replicas_lenient,
-                                                    std::move(label), part, parts, std::move(group), checksum, ttl_ms));
+             std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum, uint64_t ttl_ms,
+             std::string pin) {
+            new (self)
+                pool::PutOptions(put_options(sealed, std::move(if_exists), replicas, replicas_lenient, std::move(label),
+                                             part, parts, std::move(group), checksum, ttl_ms, std::move(pin)));
           },
           nb::kw_only(), nb::arg("sealed") = false, nb::arg("if_exists") = "replace", nb::arg("replicas") = 1,
           nb::arg("replicas_lenient") = false, nb::arg("label") = "", nb::arg("part") = 0, nb::arg("parts") = 1,
-          nb::arg("group") = "", nb::arg("checksum") = false, nb::arg("ttl_ms") = 0);
+          nb::arg("group") = "", nb::arg("checksum") = false, nb::arg("ttl_ms") = 0, nb::arg("pin") = "none");
 
   nb::class_<PyClient>(m, "Client")
       .def_static("connect", &connect, nb::kw_only(), nb::arg("address"), nb::arg("token"), nb::arg("name"),
@@ -521,6 +538,14 @@ void bind_pool(nb::module_& m) {
             return unwrap(without_gil([&] { return c->keys(prefix, deadline_at(deadline_ns)); }));
           },
           nb::arg("prefix"), nb::arg("deadline_ns"))
+      .def(
+          "pin_many",
+          [](PyClient& c, std::vector<std::string> keys, std::string pin, int64_t deadline_ns) {
+            const pool::Pin level = pin_named(pin);
+            auto results = without_gil([&] { return c->pin_many(keys, level, deadline_at(deadline_ns)); });
+            return outcomes_of(results);
+          },
+          nb::arg("keys"), nb::arg("pin"), nb::arg("deadline_ns"))
       .def("stat", &stat, nb::arg("deadline_ns"), nb::arg("here") = false)
       .def(
           "drained",

@@ -41,6 +41,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     put.add_argument("--if-exists", choices=("replace", "keep", "error"), default="replace")
     put.add_argument("--version", help="label of this version")
     put.add_argument("--ttl", type=seconds, metavar="SECONDS", help="missing after so long")
+    put.add_argument("--pin", choices=("soft", "hard"), help="evicted last, or never")
     put.add_argument("--replicas", default="1", metavar="N", help='copies on different hosts; "<=N" makes do with less')
     put.set_defaults(run=_put)
 
@@ -194,6 +195,7 @@ def _put(args: argparse.Namespace) -> None:
         "version": args.version,
         "ttl_s": args.ttl,
         "replicas": args.replicas,
+        "pin": args.pin,
         "timeout": args.timeout,
     }
     with connect(args, start=True) as pool:

@@ -34,6 +34,17 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     info.add_argument("--wait", type=seconds, metavar="SECONDS", help="wait for the key to appear")
     info.set_defaults(run=show)
 
+    pin = commands.add_parser("pin", parents=[common], help="keep keys in memory; exit status 3 if one was not there")
+    pin.add_argument("keys", nargs="+")
+    pin.add_argument(
+        "--as",
+        dest="level",
+        choices=("soft", "hard", "none"),
+        default="hard",
+        help="soft: evicted last, hard: never (hard), none: as any other",
+    )
+    pin.set_defaults(run=_pin)
+
     stat = commands.add_parser("stat", parents=[common], help="memory and counts of the pool")
     stat.set_defaults(run=_stat)
 
@@ -167,6 +178,7 @@ def show(args: argparse.Namespace) -> None:
             "replicas": found.replicas,
             "expires_in_s": None if found.left_ms is None else found.left_ms / 1000,
             "tiers": found.tiers,
+            "pin": None if found.pin == "none" else found.pin,
             "meta": _jsonable((description and description.user) or {}),
             "value": _describe(description),
         }
@@ -178,6 +190,14 @@ def _rm(args: argparse.Namespace) -> int:
         removed = pool.delete(args.keys, timeout=args.timeout)
     missing = [key for key, yes in zip(args.keys, removed, strict=True) if not yes]
     emit(args, dict(zip(args.keys, removed, strict=True)), "\n".join(f"{key} was not there" for key in missing))
+    return EXIT_MISSING if missing else 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    with connect(args) as pool:
+        pinned = pool.pin(args.keys, None if args.level == "none" else args.level, timeout=args.timeout)
+    missing = [key for key, yes in zip(args.keys, pinned, strict=True) if not yes]
+    emit(args, dict(zip(args.keys, pinned, strict=True)), "\n".join(f"{key} was not there" for key in missing))
     return EXIT_MISSING if missing else 0
 
 
@@ -199,6 +219,10 @@ def _stat(args: argparse.Namespace) -> None:
             f"{human(n['limit_bytes'])} used in {n['extents']} extents, {human(n['limbo_bytes'])} in limbo, "
             f"{human(n['prepared_bytes'])} being written, {n['pinned']} pinned, {n['evictions']} evictions"
         )
+        if n["soft_pinned_bytes"] or n["hard_pinned_bytes"]:
+            lines.append(
+                f"    kept: {human(n['hard_pinned_bytes'])} never evicted, {human(n['soft_pinned_bytes'])} evicted last"
+            )
         if (ssd := n["ssd"])["limit_bytes"] or ssd["out_of_service"]:
             lines.append(
                 f"    SSD: {human(ssd['used_bytes'])} of {human(ssd['limit_bytes'])}, {ssd['records']} objects, "

@@ -30,6 +30,7 @@ Fields fields_of(uint32_t magic, const Record& r, const Id128& store, const Spot
   f.crc32c = r.crc32c.value_or(0);
   f.has_crc = r.crc32c.has_value();
   f.kind = static_cast<uint8_t>(r.kind);
+  f.pin = static_cast<uint8_t>(r.pin);
   f.part = r.part;
   f.parts = r.parts;
   f.name_index = r.name.index;
@@ -46,8 +47,9 @@ Fields fields_of(uint32_t magic, const Record& r, const Id128& store, const Spot
 bool sound(const Fields& f) {
   const uint64_t bytes = uint64_t{f.blocks} * kBlock;
   return f.key_nbytes > 0 && f.key_nbytes <= kMaxKeyBytes && f.label_nbytes <= kMaxMetaBytes &&
-         f.meta_nbytes <= kMaxMetaBytes && f.kind <= static_cast<uint8_t>(Kind::sealed) && f.parts > 0 &&
-         f.part < f.parts && f.data_offset >= sizeof f && f.data_offset <= bytes && f.nbytes <= bytes - f.data_offset;
+         f.meta_nbytes <= kMaxMetaBytes && f.kind <= static_cast<uint8_t>(Kind::sealed) &&
+         f.pin <= static_cast<uint8_t>(Pin::hard) && f.parts > 0 && f.part < f.parts && f.data_offset >= sizeof f &&
+         f.data_offset <= bytes && f.nbytes <= bytes - f.data_offset;
 }
 
 Head head_of(const Fields& f) {
@@ -57,6 +59,7 @@ Head head_of(const Fields& f) {
   r.memory = f.memory;
   r.boot = f.boot;
   r.kind = static_cast<Kind>(f.kind);
+  r.pin = static_cast<Pin>(f.pin);
   r.version = {f.view, f.counter};
   r.part = f.part;
   r.parts = f.parts;

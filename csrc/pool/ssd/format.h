@@ -32,6 +32,7 @@ struct Record {
   Id128 boot{};    // of the host, by whose steady clock `committed_ns` is
   std::string key, label, meta;
   Kind kind = Kind::named;
+  Pin pin = Pin::none;
   Version version;
   uint32_t part = 0, parts = 1;
   uint64_t nbytes = 0;
@@ -49,8 +50,7 @@ struct Fields {  // of a head, and of an index entry (which has only the key beh
   uint32_t data_offset;  // from the record's start
   uint64_t nbytes;
   uint32_t data_crc, crc32c;
-  uint8_t has_crc, kind;
-  uint16_t zero;
+  uint8_t has_crc, kind, pin, zero;
   uint32_t part, parts, name_index;
   uint64_t name_generation;
   uint64_t view, counter;

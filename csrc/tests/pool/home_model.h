@@ -66,6 +66,9 @@ struct ModelDonor {
       e->a.replicas = mark.replicas;
       e->a.state = ExtentState::committed;
       if (!mark.copy && mark.ttl_ms) e->expires_ms = now_ms + int64_t(mark.ttl_ms);
+      e->a.pin = mark.pin;
+    } else if (mark.what == Mark::What::pin) {
+      e->a.pin = mark.pin;
     } else if (mark.what == Mark::What::finalize) {
       if (e->a.state == ExtentState::committed) e->a.state = ExtentState::final;
     } else {

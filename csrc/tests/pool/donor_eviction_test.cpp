@@ -118,3 +118,36 @@ TEST_CASE("a new size of small objects takes over slabs a slab at a time") {
   CHECK(evicted <= MiB + (256 << 10));
   check(*donor);
 }
+
+TEST_CASE("soft pins go when nothing else is left, the least valuable first; hard ones never") {
+  auto donor = make_donor(8 * MiB);
+  std::vector<std::string> gone;
+  donor->set_evicted_callback([&](const Announcement& a) { gone.push_back(a.key); });
+  const auto pinned = [&](const std::string& key, Pin pin) {
+    const ExtentRef ref = put(*donor, key, MiB);
+    donor->set_pin(ref, pin, [](const Status& s) { REQUIRE(s.is_ok()); });
+    return ref;
+  };
+  const ExtentRef hard = pinned("hard", Pin::hard);
+  pinned("soft1", Pin::soft);
+  const ExtentRef used = pinned("soft2", Pin::soft);
+  for (int i = 0; i < 5; ++i) donor->touch(put(*donor, "k" + std::to_string(i), MiB));
+  donor->touch(used);
+  SUBCASE("in this worker") {}
+  SUBCASE("in the next") {
+    donor = std::move(attach_donor(donor->held())).value();
+    donor->set_evicted_callback([&](const Announcement& a) { gone.push_back(a.key); });
+  }
+  CHECK(donor->stats().hard_pinned_bytes == MiB);
+  CHECK(donor->stats().soft_pinned_bytes == 2 * MiB);
+  put(*donor, "big", 5 * MiB);
+  CHECK(gone == std::vector<std::string>{"k0", "k1", "k2", "k3", "k4"});
+  put(*donor, "next", 6 * MiB);
+  CHECK(std::vector(gone.begin() + 5, gone.end()) == std::vector<std::string>{"big", "soft1"});
+  const Status full = try_reserve(*donor, "more", 8 * MiB).status();
+  CHECK(full.code() == Code::pool_full);
+  CHECK(full.message().find("1048576 bytes are pinned hard") != std::string::npos);
+  donor->set_pin(hard, Pin::none, [](const Status& s) { REQUIRE(s.is_ok()); });
+  CHECK(try_reserve(*donor, "more", 8 * MiB).is_ok());
+  check(*donor);
+}

@@ -20,6 +20,7 @@ struct Known {
   Version version;
   std::vector<Piece> pieces;
   enum { prepared, ready, superseded } state;
+  Pin pin = Pin::none;
 };
 
 struct Pinned {
@@ -59,6 +60,7 @@ TEST_CASE("random verbs: nothing is lost, shared, torn or reused while somebody 
       const auto it = live.find(a.extent.generation);
       REQUIRE(it != live.end());
       REQUIRE(it->second.state == Known::ready);  // never prepared ones
+      REQUIRE(it->second.pin != Pin::hard);
       REQUIRE(a.key == it->second.key);
       for (auto& [id, session] : sessions) REQUIRE(!session.slots.count(a.extent.generation));  // never pinned ones
       live.erase(it);
@@ -105,7 +107,8 @@ TEST_CASE("random verbs: nothing is lost, shared, torn or reused while somebody 
       } else if (roll < 55) {
         if (Known* k = pick([](const Known& x) { return x.state == Known::prepared; })) {
           k->version = {1, ++counter};
-          REQUIRE(donor->commit(k->ref, k->version, std::nullopt).is_ok());
+          k->pin = rng() % 8 ? Pin::none : rng() % 2 ? Pin::soft : Pin::hard;
+          REQUIRE(donor->commit(k->ref, k->version, std::nullopt, 0, 0, 1, k->pin).is_ok());
           REQUIRE(donor->commit(k->ref, k->version, std::nullopt).is_ok());     // told twice
           REQUIRE(!donor->commit(k->ref, {2, counter}, std::nullopt).is_ok());  // told otherwise
           k->state = Known::ready;
@@ -133,6 +136,13 @@ TEST_CASE("random verbs: nothing is lost, shared, torn or reused while somebody 
             }
             it = dropped ? live.erase(it) : std::next(it);
           }
+        }
+      } else if (roll < 73) {
+        if (Known* k = pick([](const Known& x) { return x.state == Known::ready; })) {
+          k->pin = rng() % 4 ? Pin::none : rng() % 2 ? Pin::soft : Pin::hard;
+          Status pinned(Code::internal, "not told");
+          donor->set_pin(k->ref, k->pin, [&](const Status& s) { pinned = s; });
+          REQUIRE(pinned.is_ok());
         }
       } else if (roll < 80) {
         if (Known* k = pick([](const Known& x) { return x.state == Known::ready; })) donor->touch(k->ref);
@@ -192,6 +202,7 @@ TEST_CASE("random verbs: nothing is lost, shared, torn or reused while somebody 
       CHECK(a.version == k.version);
       CHECK(a.meta == "meta of " + k.key);
       CHECK(a.txn == k.txn);
+      CHECK(a.pin == k.pin);
     }
     for (auto& [g, k] : live) CHECK(announced.count(g) == (k.state == Known::ready));
 

@@ -237,3 +237,71 @@ TEST_CASE("a copy of what expires, expires with it") {
   CHECK(t.donors[1].extents.empty());
   CHECK(t.donors[2].extents.empty());
 }
+
+TEST_CASE("a pin is of all replicas, of those that are made later, and of what a rebuilt home finds") {
+  Three t;
+  t.put("k", 1, {0, 1});
+  const auto pins = [&](int donor) {
+    std::vector<Pin> out;
+    for (const auto& [index, e] : t.donors[donor].extents) out.push_back(e.a.pin);
+    return out;
+  };
+  t.home.pin(t.next, "k", Pin::hard, INT64_MAX);
+  t.pump();
+  CHECK(t.done.at(t.next++).is_ok());
+  CHECK(t.home.find("k").pin == Pin::hard);
+  CHECK(pins(0) == std::vector{Pin::hard});
+  CHECK(pins(1) == std::vector{Pin::hard});
+  t.home.expel(node(0));
+  t.pump();
+  CHECK(t.done.at(t.copy(t.lacks("k").at(0), "k", 2)).is_ok());
+  CHECK(pins(2) == std::vector{Pin::hard});
+
+  Home rebuilt{2, 7};
+  for (uint8_t n : {1, 2}) rebuilt.expect(node(n));
+  for (uint8_t n : {1, 2}) {
+    std::vector<Announced> all;
+    for (const auto& [index, e] : t.donors[n].extents) all.push_back(e.a);
+    rebuilt.announce(node(n), all);
+  }
+  CHECK(rebuilt.find("k").pin == Pin::hard);
+
+  t.put("k", 2, {1, 2});  // a pin is of a version
+  CHECK(t.home.find("k").pin == Pin::none);
+  t.home.pin(t.next, "nobody", Pin::soft, INT64_MAX);
+  t.pump();
+  CHECK(t.done.at(t.next++).is_ok());
+}
+
+TEST_CASE("a pin waits for a donor that is silent, and is taken back where one refuses") {
+  Three t;
+  t.put("k", 1, {0, 1});
+  t.held = 1;
+  t.home.pin(t.next, "k", Pin::hard, INT64_MAX);
+  t.pump();
+  CHECK(!t.done.count(t.next));
+  CHECK(t.home.find("k").state == Found::State::found);  // reads go on
+  CHECK(t.home.find("k").pin == Pin::none);
+  SUBCASE("it answers") {
+    t.let_go();
+    CHECK(t.home.find("k").pin == Pin::hard);
+  }
+  SUBCASE("it is expelled") {
+    t.home.expel(node(1));
+    t.pump();
+    CHECK(t.home.find("k").pin == Pin::hard);
+  }
+  SUBCASE("it has no room") {
+    REQUIRE(t.kept.size() == 1);
+    t.home.mark_done(t.kept[0].id, {Code::pool_full, "no room to bring it back"});
+    t.kept.clear();
+    t.held = -1;
+    t.pump();
+    CHECK(t.done.at(t.next).code() == Code::pool_full);
+    CHECK(t.home.find("k").pin == Pin::none);
+    CHECK(t.donors[0].extents.begin()->second.a.pin == Pin::none);
+    return;
+  }
+  CHECK(t.done.at(t.next).is_ok());
+  CHECK(t.donors[0].extents.begin()->second.a.pin == Pin::hard);
+}

@@ -65,7 +65,7 @@ std::string name_of(uint16_t method) {
 }
 
 std::string text_of(uint16_t method, const std::string& body) {
-  static constexpr const char* kMarks[] = {"commit", "finalize", "supersede", "drop"};
+  static constexpr const char* kMarks[] = {"commit", "finalize", "supersede", "drop", "pin"};
   if (method != kMark) return name_of(method);
   const auto mark = decode<Mark>(body);
   if (!mark.is_ok()) return "a mark that cannot be read";

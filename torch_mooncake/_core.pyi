@@ -265,7 +265,7 @@ def set_result_types(version: type, put_result: type) -> None:
 class PutOptions:
     """What a put does, whatever it puts."""
 
-    def __init__(self, *, sealed: bool = False, if_exists: str = 'replace', replicas: int = 1, replicas_lenient: bool = False, label: str = '', part: int = 0, parts: int = 1, group: str = '', checksum: bool = False, ttl_ms: int = 0, pin: str = 'none') -> None: ...
+    def __init__(self, *, sealed: bool = False, if_exists: str = 'replace', replicas: int = 1, replicas_lenient: bool = False, label: str = '', part: int = 0, parts: int = 1, group: str = '', checksum: bool = False, ttl_ms: int = 0, pin: str = 'none', parent: str = '') -> None: ...
 
 class Client:
     @staticmethod

@@ -22,7 +22,7 @@ from weakref import WeakSet
 from torch_mooncake import _core, attempts, batches, safetensors_io, state_dicts, values
 from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.config import Config, parse_bytes
-from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, KeyNotFound
 from torch_mooncake.node import find_or_start
 from torch_mooncake.objects import Rounds, describe_peeked
 from torch_mooncake.tensors import encode, encode_part, encode_plain, writers
@@ -167,22 +167,21 @@ class Pool:
 
         ``version`` is a label of yours beside the pool's version; ``meta`` a small dict (64 KiB of None, bool, int,
         float, str, bytes, list, dict) that ``info`` tells. ``ttl_s``: the value is missing so many seconds after it
-        became visible. ``pin``: see ``Pool.pin``. ``replicas=n`` copies on different hosts, or raises; ``"≤n"`` makes do with fewer. Raises
-        TypeError (naming the leaf) for what cannot be put, KeyExists, PoolFull (with the sizes). After DeadlineExceeded
-        the put took effect wholly or not at all.
+        became visible. ``pin``: see ``Pool.pin``. ``parent``: a key that is there (else KeyNotFound), is not evicted
+        before this one, and does not come after it (else InvalidArgument). ``replicas=n`` copies on different hosts, or
+        raises; ``"≤n"`` makes do with fewer. Raises TypeError (naming the leaf) for what cannot be put, KeyExists,
+        PoolFull (with the sizes). After DeadlineExceeded the put took effect wholly or not at all.
 
         Several writers: ``part=(i, n)`` puts the i-th of n values under one key (``get`` returns the list); a value
         with a ``DTensor`` is put by all ranks of its mesh, each its shard. The parts become visible together, when the
         last has come; otherwise none does, and every writer raises. Writers find each other by ``group``, by default
         the ``version``; ``part=`` needs one of the two, and for a DTensor the n-th put of the key on each rank are one.
         """
-        if parent is not None:
-            raise Unsupported("put(parent=) is for KV pages: pool.kv(…).put_pages(parent=)")
         deadline = deadline_ns(timeout)
         plain = encode_plain(value) if part is None and meta is None else None
         if plain is not None:
             head, data, _ = plain
-            options = _put_options(sealed, if_exists, version, ttl_s, replicas, checksum, pin)
+            options = _put_options(sealed, if_exists, version, ttl_s, replicas, checksum, pin, parent)
             plain_result: PutResult = self._client(deadline).put(checked_key(key), head, (data,), options, deadline)
             return plain_result
         label = "" if version is None else str(version)
@@ -198,7 +197,10 @@ class Pool:
                 group = self._rounds.next(checked_key(key))  # counted also if this rank's put fails: the others' will
             encoded = encode(value, meta, (index, parts))
         options = _put_options(
-            sealed, if_exists, version, ttl_s, replicas, checksum, pin, part=index, parts=parts, group=group or ""
+            *(sealed, if_exists, version, ttl_s, replicas, checksum, pin, parent),
+            part=index,
+            parts=parts,
+            group=group or "",
         )
         result: PutResult = self._client(deadline).put(checked_key(key), encoded.meta, encoded.data, options, deadline)
         return result
@@ -676,9 +678,11 @@ def _put_options(
     replicas: int | str = 1,
     checksum: bool = False,
     pin: Pin | None = None,
+    parent: str | None = None,
     **parts: Any,
 ) -> _core.PutOptions:
-    if not (sealed or checksum or pin or parts or if_exists != "replace" or replicas != 1) and version is ttl_s is None:
+    plain = not (sealed or checksum or parts) and if_exists == "replace" and replicas == 1
+    if plain and version is ttl_s is pin is parent is None:
         return _PLAIN
     count, lenient = _replicas(replicas)
     return _core.PutOptions(
@@ -690,6 +694,7 @@ def _put_options(
         checksum=checksum,
         ttl_ms=_ttl_ms(ttl_s),
         pin=_pin(pin),
+        parent="" if parent is None else checked_key(parent),
         **parts,
     )
 

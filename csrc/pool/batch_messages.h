@@ -15,7 +15,7 @@ struct BatchHead {
   uint64_t view = 0;
   Kind kind = Kind::named;
   IfExists if_exists = IfExists::replace;
-  std::string_view label;
+  std::string_view label, parent;
   uint64_t ttl_ms = 0;  // 0: never
   Pin pin = Pin::none;
   bool checksum = false;
@@ -23,7 +23,7 @@ struct BatchHead {
   uint32_t timeout_ms = 0;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view)(kind)(if_exists)(label, kMaxLabelBytes)(ttl_ms)(pin)(checksum)(txn)(timeout_ms);
+    ar(view)(kind)(if_exists)(label, kMaxLabelBytes)(parent, kMaxKeyBytes)(ttl_ms)(pin)(checksum)(txn)(timeout_ms);
   }
 };
 inline TxnId txn_of(TxnId base, uint32_t index) {

@@ -44,6 +44,7 @@ struct PutOptions {
   bool checksum = false;
   uint64_t ttl_ms = 0;  // it is missing so long after it became visible; 0: never
   Pin pin = Pin::none;
+  std::string parent;  // the key it comes after, which is there and is not evicted before it; empty: none
 };
 // One of a batch of puts.
 struct PutEntry {

@@ -55,8 +55,8 @@ struct ClientImpl::Round {
     for (uint32_t i : some) outcomes[i] = why;
   }
   BatchHead head(const TxnId& txn) const {
-    return {view->number,     options.kind, options.if_exists,   options.label, options.ttl_ms, options.pin,
-            options.checksum, txn,          timeout_ms(deadline)};
+    return {view->number,   options.kind, options.if_exists, options.label, options.parent,
+            options.ttl_ms, options.pin,  options.checksum,  txn,           timeout_ms(deadline)};
   }
   uint32_t shard(uint32_t entry) const { return shard_of(hash_key(entries[entry].key, view->seed)); }
 };
@@ -91,7 +91,7 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
     const uint64_t nbytes = total_bytes(entries[i].data);
     if (const Status s = check_entry(entries[i].key, entries[i].meta); !s.is_ok()) {
       outcomes[i] = s;
-    } else if (!here.is_ok() || !home_link.is_ok() || options.replicas != 1) {
+    } else if (!here.is_ok() || !home_link.is_ok() || options.replicas != 1 || !options.parent.empty()) {
       round.singly.push_back(i);
     } else if (nbytes <= kInlineLimit) {
       small.push_back(i);

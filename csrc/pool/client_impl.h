@@ -113,7 +113,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   Result<PutOutcome> put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
                               const PutOptions& options, Deadline deadline, bool* asked);
   Result<std::vector<Replicated>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,
-                                          Deadline deadline);
+                                          const std::set<NodeId>& near, Deadline deadline);
+  Result<std::set<NodeId>> nodes_of_parent(const PutOptions& options, Deadline deadline);
   // What a put that does not replace comes to where `entry` is.
   static Result<PutOutcome> existing(std::string_view key, const LookupEntry& entry, const PutOptions& options);
   Result<std::optional<PutOutcome>> already_there(std::string_view key, const PutOptions& options, Deadline deadline);

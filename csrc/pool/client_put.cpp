@@ -1,5 +1,6 @@
 // put: reserve at donors, write, commit at the home.
 #include <algorithm>
+#include <set>
 #include <thread>
 
 #include "common/crc32c.h"
@@ -34,6 +35,7 @@ Status ClientImpl::check_put(const PutOptions& options) {
   if (options.parts == 0 || options.parts > kMaxParts || options.part >= options.parts)
     return {Code::invalid_argument, "part " + std::to_string(options.part) + " of " + std::to_string(options.parts)};
   if (options.ttl_ms > kMaxTtlMs) return {Code::invalid_argument, "a time to live is at most ten years"};
+  if (options.parent.size() > kMaxKeyBytes) return {Code::invalid_argument, "a parent is a key"};
   if (options.replicas == 0) return {Code::invalid_argument, "an object has one replica at least"};
   return {};
 }
@@ -65,6 +67,17 @@ Result<std::optional<PutOutcome>> ClientImpl::already_there(std::string_view key
   return std::optional<PutOutcome>(there);
 }
 
+// Which is there, or key_not_found. None: there is no parent.
+Result<std::set<NodeId>> ClientImpl::nodes_of_parent(const PutOptions& options, Deadline deadline) {
+  std::set<NodeId> nodes;
+  if (options.parent.empty()) return nodes;
+  const std::string keys[] = {options.parent};
+  TM_ASSIGN(const auto entries, look_up(keys, {}, deadline));
+  if (!entries[0].found) return {Code::key_not_found, "the parent '" + options.parent + "' is not there"};
+  for (const Place& place : entries[0].places) nodes.insert(place.at.node);
+  return nodes;
+}
+
 Result<PutOutcome> ClientImpl::existing(std::string_view key, const LookupEntry& entry, const PutOptions& options) {
   if (entry.kind != options.kind)
     return {Code::invalid_argument, options.kind == Kind::named ? "this key is sealed: remove it first"
@@ -85,10 +98,12 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   h.parts = options.parts;
   h.txn = next_txn(1);
 
-  if (nbytes <= kInlineLimit && options.replicas == 1 && options.parts == 1 && home_link == here) {
+  TM_ASSIGN(const auto near, nodes_of_parent(options, deadline));
+  const bool elsewhere = !near.empty() && !near.count(here->node());
+  if (nbytes <= kInlineLimit && options.replicas == 1 && options.parts == 1 && home_link == here && !elsewhere) {
     PutManyCall call;
-    call.head = {now->number,      options.kind, options.if_exists, options.label, options.ttl_ms, options.pin,
-                 options.checksum, h.txn,        h.timeout_ms};
+    call.head = {now->number,    options.kind, options.if_exists, options.label, options.parent,
+                 options.ttl_ms, options.pin,  options.checksum,  h.txn,         h.timeout_ms};
     PutItem& item = call.items.emplace_back();
     item.shard = h.shard;
     item.key = key;
@@ -128,7 +143,8 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   shape.nbytes = nbytes;
   shape.meta = meta;
   shape.label = options.label;
-  TM_ASSIGN(auto reserved, reserve(shape, options, *now, deadline));
+  shape.parent = options.parent;
+  TM_ASSIGN(auto reserved, reserve(shape, options, *now, near, deadline));
   Status s = failpoint("client.reserved");
   if (s.is_ok()) s = write_all(reserved, data, deadline);
   if (s.is_ok()) s = failpoint("client.written");
@@ -183,12 +199,14 @@ void ClientImpl::let_go(std::vector<Replicated>& reserved) {
 }
 
 Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
-                                                                const View& view, Deadline deadline) {
+                                                                const View& view, const std::set<NodeId>& near,
+                                                                Deadline deadline) {
   TM_ASSIGN(auto here, local(deadline));
-  // Our own host first, then those with most room; one node a host.
+  // Beside what comes before it; our own host first, then those with most room; one node a host.
   std::vector<const NodeInfo*> nodes;
   for (const NodeInfo& info : view.nodes) nodes.push_back(&info);
   std::stable_sort(nodes.begin(), nodes.end(), [&](const NodeInfo* a, const NodeInfo* b) {
+    if (near.count(a->id) != near.count(b->id)) return near.count(a->id) != 0;
     if ((a->id == here->node()) != (b->id == here->node())) return a->id == here->node();
     return a->limit_bytes - std::min(a->limit_bytes, a->used_bytes) >
            b->limit_bytes - std::min(b->limit_bytes, b->used_bytes);

@@ -33,7 +33,8 @@ Status check_request(const ReserveRequest& r) {
             "a key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes, not " + std::to_string(r.key.size())};
   if (r.meta.size() > kMaxMetaBytes || r.label.size() > kMaxMetaBytes)
     return {Code::invalid_argument, "metadata and label have at most " + std::to_string(kMaxMetaBytes) + " bytes"};
-  if (r.parts == 0 || r.part >= r.parts)
+  if (r.parent.size() > kMaxKeyBytes) return {Code::invalid_argument, "a parent is a key"};
+  if (r.parts == 0 || r.parts > kMaxParts || r.part >= r.parts)
     return {Code::invalid_argument, "part " + std::to_string(r.part) + " of " + std::to_string(r.parts)};
   return {};
 }
@@ -110,8 +111,10 @@ Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped
       limbo_.push_back(i);
     } else if (open) {
       open_[record.txn].push_back(i);
+      join_family(i);
     } else {
       ready.push_back(i);
+      join_family(i);
     }
   }
   TM_TRY(space_.rebuild(claims));
@@ -147,6 +150,22 @@ Result<uint32_t> DonorImpl::find(ExtentRef extent) const {
 Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
   TM_TRY(check_request(request));
   if (request.nbytes > space_.limit_bytes()) return full(request.nbytes, "larger than the pool");
+  constexpr uint32_t kNew = UINT32_MAX;  // it has no number yet, and keeps its parent already
+  if (!request.parent.empty()) {
+    const KeyHash key = table_->key_hash(request.key), parent = table_->key_hash(request.parent);
+    if (families_.comes_before(key, parent))
+      return {Code::invalid_argument, "'" + request.parent + "' comes after '" + request.key + "', not before it"};
+    families_.add(kNew, key, parent);
+  }
+  auto reserved = reserve_extent(request);
+  if (!request.parent.empty()) {
+    if (reserved.is_ok()) join_family(reserved->extent.index);
+    release_parents(families_.remove(kNew));
+  }
+  return reserved;
+}
+
+Result<Reservation> DonorImpl::reserve_extent(const ReserveRequest& request) {
   Placement placement;
   for (;;) {
     TM_TRY(make_room(request.nbytes));
@@ -158,8 +177,8 @@ Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
     // The host has less memory than the limit says: make_room now works below the lower ceiling.
     if (taken.status().code() != Code::pool_full) return taken.status();
   }
-  Record record{request.txn,          request.part, request.parts, request.kind,
-                std::move(placement), request.key,  request.label, request.meta};
+  Record record{request.txn, request.part,  request.parts, request.kind,  std::move(placement),
+                request.key, request.label, request.meta,  request.parent};
   auto added = table_->add(record);
   while (!added.is_ok() && added.status().code() == Code::pool_full && evict_one()) added = table_->add(record);
   if (!added.is_ok()) {
@@ -176,6 +195,17 @@ Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
   if (request.writer != 0) sessions_.try_emplace(request.writer);
   open_[request.txn].push_back(index);
   return Reservation{{index, *generation}, std::move(record.placement.pieces)};
+}
+
+void DonorImpl::join_family(uint32_t index) {
+  const Record record = table_->record(index);
+  if (!record.parent.empty()) families_.add(index, key_hash(index), table_->key_hash(record.parent));
+}
+
+// Their last children have gone: they may go, too.
+void DonorImpl::release_parents(const std::vector<uint32_t>& parents) {
+  for (uint32_t i : parents)
+    if (lru_.contains(i) && lru_.parked(i) && !clean_bytes_of_.count(i) && !in_io(i)) lru_.unpark(i);
 }
 
 void DonorImpl::close_prepared(uint32_t index) {
@@ -354,7 +384,8 @@ Announcement DonorImpl::announcement(uint32_t index) const {
           Tier::dram,
           t ? std::optional(own) : std::nullopt,
           std::max<uint32_t>(1, e.replicas),
-          pin_of(e)};
+          pin_of(e),
+          std::string(r.parent)};
 }
 
 Result<Announcement> DonorImpl::describe(ExtentRef extent) const {

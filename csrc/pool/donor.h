@@ -9,6 +9,8 @@
 // slot, full fence, re-read the word, then map. reclaim() changes the word, full fence, scans all slot pages once per
 // batch; extents still pinned wait in limbo, unfindable and counted, until unpinned or their session ends.
 //
+// Parents: what was reserved with a parent's key keeps it from being evicted here for as long as it is in this memory.
+//
 // SSD: what eviction would throw away is written to a log on disk first, if it is admitted (donor_demote.cpp has the
 // rule), and its memory is free when it is there. Its ExtentRef stays what the home knows it by; promote() brings the
 // bytes back into memory, in an extent of their own, which describe() names as `copy`: readers validate against that.
@@ -89,6 +91,7 @@ struct ReserveRequest {
   uint32_t part = 0, parts = 1;
   std::string meta, label;
   SessionId writer = 0;  // its end drops the reservation
+  std::string parent{};  // the key that it comes after, if any
 };
 struct Reservation {
   ExtentRef extent;
@@ -113,6 +116,7 @@ struct Announcement {  // what a donor tells a (new) home about one extent
   std::optional<ExtentRef> copy{};  // where the bytes are, if not in `extent` itself
   uint32_t replicas = 1;            // as it was put. Not remembered on an SSD
   Pin pin = Pin::none;              // on an SSD: as when it was written
+  std::string parent{};             // not remembered on an SSD
 };
 struct DonorStats {
   uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
@@ -138,7 +142,8 @@ class TM_API Donor {
   virtual void on_held_changed(std::function<void(const HeldSegment&, bool added)> fn) = 0;
 
   // All bytes at once or pool_full (message has asked, free, limit, pinned). Evicts exactly as many bytes as needed,
-  // least valuable first; `evicted` reports them so that the home forgets them.
+  // least valuable first; `evicted` reports them so that the home forgets them. invalid_argument: its parent comes
+  // after it.
   virtual Result<Reservation> reserve(const ReserveRequest& request) = 0;
   // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair, as is how
   // many replicas there should be.

@@ -19,7 +19,7 @@ Status DonorImpl::check() const {
   };
   std::vector<Run> runs;
   uint64_t used = 0, kept_bytes = 0;
-  size_t evictable = 0, prepared = 0, limbo = 0;
+  size_t evictable = 0, prepared = 0, limbo = 0, children = 0;
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
     if (state == ExtentState::free) {
@@ -37,6 +37,7 @@ Status DonorImpl::check() const {
     if (nbytes != table_->at(i).nbytes) return wrong(i, "pieces do not add up");
     if (record.placement.pieces.size() > kMaxPieces) return wrong(i, "too many pieces");
     used += Allocator::footprint(record.placement);
+    children += state != ExtentState::limbo && !record.parent.empty();
 
     const bool ready = state == ExtentState::committed || state == ExtentState::final;
     const bool kept = kept_.count(i) != 0;
@@ -67,6 +68,7 @@ Status DonorImpl::check() const {
   for (const auto& [txn, extents] : open_) open += extents.size();
   if (open != prepared) return {Code::corrupt, "donor: a transaction has extents that are not prepared"};
   if (limbo_.size() != limbo) return {Code::corrupt, "donor: limbo has extents that are elsewhere"};
+  if (children != families_.children()) return {Code::corrupt, "donor: children do not add up"};
   if (kept_bytes != kept_bytes_) return {Code::corrupt, "donor: what is pinned hard does not add up"};
   if (lru_.size() != evictable) return {Code::corrupt, "donor: eviction lists have members that are gone"};
   return {};

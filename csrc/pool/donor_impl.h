@@ -12,6 +12,7 @@
 #include "pool/donor.h"
 #include "pool/eviction.h"
 #include "pool/extent_table.h"
+#include "pool/families.h"
 #include "pool/tiers.h"
 
 namespace torch_mooncake::pool {
@@ -89,12 +90,17 @@ class DonorImpl final : public Donor {
   void keep(uint32_t index);
   void save_uses(uint32_t index);
   void close_prepared(uint32_t index);
+  Result<Reservation> reserve_extent(const ReserveRequest& request);
 
   // Reclaim. A scan marks what is pinned: pinned(i) is about the last scan.
   void scan_pins() const;
   bool pinned(uint32_t index) const { return index < pin_mark_.size() && pin_mark_[index] == pin_epoch_; }
   bool fenced(uint32_t index) const;
   bool evictable(uint32_t index) const;
+  bool has_children(uint32_t index) const { return families_.has_children(key_hash(index)); }
+  KeyHash key_hash(uint32_t index) const { return {table_->at(index).key_hash[0], table_->at(index).key_hash[1]}; }
+  void join_family(uint32_t index);
+  void release_parents(const std::vector<uint32_t>& parents);
   template <typename Pred>
   void drop_hints(Pred over);
   // Nobody's bytes are where they are moved to or from a disk.
@@ -164,6 +170,7 @@ class DonorImpl final : public Donor {
   std::map<SessionId, SessionState> sessions_;
   std::map<TxnId, std::vector<uint32_t>> open_;  // PREPARED extents by transaction
   std::vector<uint32_t> limbo_;
+  Families families_;
   std::unordered_set<uint32_t> kept_;  // pinned hard: in no eviction list
   uint64_t kept_bytes_ = 0;
   std::vector<uint32_t> parked_;                                      // pinned when eviction came by

@@ -45,13 +45,14 @@ bool DonorImpl::fenced(uint32_t index) const {
 
 bool DonorImpl::evictable(uint32_t index) const {
   const bool set_aside = lru_.contains(index) && lru_.parked(index) && !clean_bytes_of_.count(index);
-  return lru_.contains(index) && !set_aside && !pinned(index) && !hints_.count(index);
+  return lru_.contains(index) && !set_aside && !pinned(index) && !hints_.count(index) && !has_children(index);
 }
 
 void DonorImpl::retire(const std::vector<uint32_t>& extents) {
   for (uint32_t i : extents) {
     leave_eviction(i);
     take_off_clean(i);
+    release_parents(families_.remove(i));
     if (table_->state(i) == ExtentState::prepared) close_prepared(i);
     if (valid(i)) table_->invalidate(i);
   }
@@ -144,6 +145,7 @@ Status DonorImpl::make_room(uint64_t nbytes) {
       }
       if (waits) return being_written(nbytes);
     }
+    if (victims.empty() && !families_.empty()) victims = pick_victims(nbytes, 1);  // perhaps their last children
     if (victims.empty()) return full(nbytes, "what is free is in too many pieces between pinned extents");
     evict(victims);
   }
@@ -160,7 +162,10 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
     if (!victim) break;
     if (!evictable(*victim)) {
       lru_.park(*victim);
-      parked_.push_back(*victim);
+      if (has_children(*victim))
+        families_.wait_for_children(key_hash(*victim), *victim);
+      else
+        parked_.push_back(*victim);
       continue;
     }
     // Room that is being made already is not made twice.

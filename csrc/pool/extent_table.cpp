@@ -11,7 +11,7 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr uint32_t kLayout = 1;
+constexpr uint32_t kLayout = 2;
 constexpr size_t kTableStep = 256 << 10;
 constexpr size_t kRecordsStep = 1 << 20;
 constexpr uint32_t kRecordMagic = 0x72636531;
@@ -22,16 +22,19 @@ struct RecordHeader {
   uint64_t record_slab;  // kNoSlab, or the slab that this record is a cell of
   uint64_t data_slab;    // the same of the extent's bytes
   TxnId txn;
-  uint32_t part, parts;
+  uint16_t part, parts;
+  uint32_t parent_nbytes;
   uint32_t key_nbytes, label_nbytes, meta_nbytes;
   uint16_t pieces;
   uint8_t kind, zero;
 };
 static_assert(sizeof(RecordHeader) == 64);
+static_assert(kMaxParts <= UINT16_MAX);
 constexpr size_t kCrcFrom = offsetof(RecordHeader, record_slab);
 
 uint64_t record_nbytes(const RecordHeader& h) {
-  return sizeof h + uint64_t{h.pieces} * sizeof(Piece) + h.key_nbytes + h.label_nbytes + h.meta_nbytes;
+  return sizeof h + uint64_t{h.pieces} * sizeof(Piece) + h.key_nbytes + h.label_nbytes + h.meta_nbytes +
+         h.parent_nbytes;
 }
 
 size_t records_capacity(uint32_t max_extents) { return (size_t{64} << 20) + size_t{max_extents} * 512; }
@@ -128,11 +131,12 @@ Result<uint32_t> ExtentTable::add(const Record& record) {
   h.magic = kRecordMagic;
   h.data_slab = record.placement.slab;
   h.txn = record.txn;
-  h.part = record.part;
-  h.parts = record.parts;
+  h.part = static_cast<uint16_t>(record.part);
+  h.parts = static_cast<uint16_t>(record.parts);
   h.key_nbytes = static_cast<uint32_t>(record.key.size());
   h.label_nbytes = static_cast<uint32_t>(record.label.size());
   h.meta_nbytes = static_cast<uint32_t>(record.meta.size());
+  h.parent_nbytes = static_cast<uint32_t>(record.parent.size());
   h.pieces = static_cast<uint16_t>(record.placement.pieces.size());
   h.kind = static_cast<uint8_t>(record.kind);
   TM_ASSIGN(Placement place, record_space_->allocate(record_nbytes(h), index, 1));
@@ -154,6 +158,7 @@ Result<uint32_t> ExtentTable::add(const Record& record) {
   append(record.key.data(), record.key.size());
   append(record.label.data(), record.label.size());
   append(record.meta.data(), record.meta.size());
+  append(record.parent.data(), record.parent.size());
   reinterpret_cast<RecordHeader*>(at)->crc = crc32c(at + kCrcFrom, static_cast<size_t>(out - at) - kCrcFrom);
 
   ExtentEntry& e = entries_[index];
@@ -249,6 +254,7 @@ Record ExtentTable::record(uint32_t index) const {
   r.key = {text, h.key_nbytes};
   r.label = {text + h.key_nbytes, h.label_nbytes};
   r.meta = {text + h.key_nbytes + h.label_nbytes, h.meta_nbytes};
+  r.parent = {r.meta.data() + h.meta_nbytes, h.parent_nbytes};
   return r;
 }
 

@@ -38,6 +38,7 @@ struct Record {
   Kind kind = Kind::named;
   Placement placement;
   std::string_view key, label, meta;
+  std::string_view parent{};  // key of what it comes after
 };
 
 class ExtentTable {

@@ -49,7 +49,6 @@ inline constexpr uint64_t kMaxPinMs = 3'600'000;
 inline constexpr const char* kMonitorRole = "monitor";  // of sessions that do not count as users
 inline constexpr uint64_t kInlineLimit = 16 * 1024;     // smaller values may ride inside the put
 inline constexpr size_t kMaxLabelBytes = 256;
-inline constexpr size_t kMaxParts = 4096;
 inline constexpr size_t kMaxBatch = 1 << 16;
 inline constexpr size_t kMaxNodes = 4096;
 inline constexpr size_t kMaxTextBytes = 4096;  // names, addresses, descriptors, error texts
@@ -301,10 +300,11 @@ struct ReserveCall {
   SessionId session = 0;
   uint64_t nbytes = 0;
   std::string meta, label;
-  bool wait = false;  // for room, up to the timeout
+  bool wait = false;   // for room, up to the timeout
+  std::string parent;  // the key it comes after, if any
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(head)(session)(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(wait);
+    ar(head)(session)(nbytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(wait)(parent, kMaxKeyBytes);
   }
 };
 struct ReserveAnswer {
@@ -565,9 +565,10 @@ struct Exported {
   uint32_t part = 0, parts = 1;
   std::optional<uint64_t> left_ms;
   Description description;
+  std::string parent;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(key, kMaxKeyBytes)(kind)(part)(parts)(left_ms)(description);
+    ar(key, kMaxKeyBytes)(kind)(part)(parts)(left_ms)(description)(parent, kMaxKeyBytes);
   }
 };
 // A leaving node to the leader: what only it has is copied elsewhere, as far as there is room and time.

@@ -288,7 +288,7 @@ void NodeServiceImpl::tick() {
   std::erase_if(waiting_, [&](const WaitingReserve& w) {
     if (!clients_.count(w.call.session)) return true;  // its writer is gone: nobody would ever give it back
     if (w.deadline_ns > now) return false;
-    auto last = reserve(w.call.head, w.call.nbytes, w.call.meta, w.call.label, w.call.session);
+    auto last = reserve(w.call);
     if (last.is_ok()) {
       w.responder->ok(encode(ReserveAnswer{last->extent, last->pieces}));
     } else {

@@ -52,6 +52,7 @@ void NodeServiceImpl::on_reserve_many(const rpc::SessionPtr& session, ReserveMan
   ReserveRequest request;
   request.kind = call.head.kind;
   request.label = call.head.label;
+  request.parent = call.head.parent;
   request.writer = call.session;
   Refused refused;
   size_t bytes = 0;
@@ -102,6 +103,7 @@ void NodeServiceImpl::on_put_many(const rpc::SessionPtr&, PutManyCall call, Resp
   ReserveRequest request;
   request.kind = call.head.kind;
   request.label = call.head.label;
+  request.parent = call.head.parent;
   Refused refused;
   for (uint32_t i = 0; i < call.items.size(); ++i) {
     PutItem& item = call.items[i];

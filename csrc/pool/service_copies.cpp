@@ -318,6 +318,7 @@ Result<CopyAnswer> NodeServiceImpl::make_copy(const CopyCall& call) {
   request.parts = source.parts;
   request.meta = d.meta;
   request.label = d.label;
+  request.parent = source.parent;
   Result<Reservation> place = Status(Code::closed, "closing");
   strand_.run_and_wait([&] {
     const DonorStats stats = donor_->stats();
@@ -373,13 +374,14 @@ void NodeServiceImpl::on_export(const rpc::SessionPtr&, ExportCall call, Respond
     if (!promoted.is_ok()) return responder->fail(promoted);
     auto a = donor_->describe(call.extent);
     if (!a.is_ok()) return responder->fail({Code::key_not_found, a.status().message()});
-    Exported out{a->key, a->kind, a->part, a->parts, slim(*a).left_ms, {}};
+    Exported out{a->key, a->kind, a->part, a->parts, slim(*a).left_ms, {}, {}};
     out.description.nbytes = a->nbytes;
     out.description.meta = std::move(a->meta);
     out.description.label = std::move(a->label);
     if (a->has_crc) out.description.crc32c = a->crc32c;
     out.description.pieces = std::move(a->pieces);
     out.description.copy = a->copy;
+    out.parent = std::move(a->parent);
     responder->ok(encode(out));
   });
 }

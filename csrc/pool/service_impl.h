@@ -132,8 +132,7 @@ class NodeServiceImpl final : public NodeService {
   void on_give_back(const rpc::SessionPtr&, GiveBackCall, ResponderPtr);
   void on_begin(const rpc::SessionPtr&, BeginCall, ResponderPtr);
   void on_commit(const rpc::SessionPtr&, CommitCall, ResponderPtr);
-  Result<Reservation> reserve(const PutHead& head, uint64_t nbytes, std::string meta, std::string label,
-                              SessionId writer);
+  Result<Reservation> reserve(const ReserveCall& call);
   Result<Reservation> reserve(const ReserveRequest& request);
   void retry_reservations();
   void commit(const CommitCall& call, std::function<void(const Result<CommitAnswer>&)> done);

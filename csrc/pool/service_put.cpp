@@ -16,18 +16,19 @@ constexpr uint32_t kSoonMs = 200;
 
 }  // namespace
 
-Result<Reservation> NodeServiceImpl::reserve(const PutHead& head, uint64_t nbytes, std::string meta, std::string label,
-                                             SessionId writer) {
+Result<Reservation> NodeServiceImpl::reserve(const ReserveCall& call) {
+  const PutHead& head = call.head;
   ReserveRequest request;
   request.txn = head.txn;
   request.key = head.key;
   request.kind = head.kind;
-  request.nbytes = nbytes;
+  request.nbytes = call.nbytes;
   request.part = head.part;
   request.parts = head.parts;
-  request.meta = std::move(meta);
-  request.label = std::move(label);
-  request.writer = writer;
+  request.meta = call.meta;
+  request.label = call.label;
+  request.writer = call.session;
+  request.parent = call.parent;
   auto reservation = reserve(request);
   if (reservation.is_ok()) {
     int64_t& until = reserved_until_[head.txn];
@@ -54,7 +55,7 @@ void NodeServiceImpl::on_reserve(const rpc::SessionPtr& session, ReserveCall cal
     waiting_.back().deadline_ns = deadline_of(waiting_.back().call.head.timeout_ms);
     return;
   }
-  auto reservation = reserve(call.head, call.nbytes, call.meta, call.label, call.session);
+  auto reservation = reserve(call);
   if (reservation.is_ok()) return responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));
   const bool hopeless = call.nbytes > donor_->stats().limit_bytes;
   const bool soon = donor_->making_room();
@@ -74,7 +75,7 @@ void NodeServiceImpl::retry_reservations() {
       continue;
     }
     const ReserveCall& call = first.call;
-    auto reservation = reserve(call.head, call.nbytes, call.meta, call.label, call.session);
+    auto reservation = reserve(call);
     if (!reservation.is_ok() && reservation.status().code() == Code::pool_full) return;
     if (reservation.is_ok()) {
       first.responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));

@@ -19,6 +19,7 @@ using SessionId = uint64_t;
 inline constexpr uint32_t kMaxKeyBytes = 1024;
 inline constexpr uint32_t kMaxMetaBytes = 1 << 20;
 inline constexpr uint32_t kMaxPieces = 64;
+inline constexpr size_t kMaxParts = 4096;
 inline constexpr uint64_t kPageBytes = 4096;
 inline constexpr uint64_t kSlabLimit = 32 * 1024;  // smaller parts live in slabs: copied, never mapped
 inline constexpr uint32_t kShards = 4096;

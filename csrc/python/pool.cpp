@@ -50,7 +50,7 @@ pool::Pin pin_named(const std::string& name) {
 
 pool::PutOptions put_options(bool sealed, std::string if_exists, uint32_t replicas, bool replicas_lenient,
                              std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum,
-                             uint64_t ttl_ms, std::string pin) {
+                             uint64_t ttl_ms, std::string pin, std::string parent) {
   pool::PutOptions options;
   options.kind = sealed ? pool::Kind::sealed : pool::Kind::named;
   if (if_exists == "replace")
@@ -70,6 +70,7 @@ pool::PutOptions put_options(bool sealed, std::string if_exists, uint32_t replic
   options.checksum = checksum;
   options.ttl_ms = ttl_ms;
   options.pin = pin_named(pin);
+  options.parent = std::move(parent);
   return options;
 }
 
@@ -411,14 +412,15 @@ void bind_pool(nb::module_& m) {
           "__init__",
           [](pool::PutOptions* self, bool sealed, std::string if_exists, uint32_t replicas, bool replicas_lenient,
              std::string label, uint32_t part, uint32_t parts, std::string group, bool checksum, uint64_t ttl_ms,
-             std::string pin) {
-            new (self)
-                pool::PutOptions(put_options(sealed, std::move(if_exists), replicas, replicas_lenient, std::move(label),
-                                             part, parts, std::move(group), checksum, ttl_ms, std::move(pin)));
+             std::string pin, std::string parent) {
+            new (self) pool::PutOptions(put_options(sealed, std::move(if_exists), replicas, replicas_lenient,
+                                                    std::move(label), part, parts, std::move(group), checksum, ttl_ms,
+                                                    std::move(pin), std::move(parent)));
           },
           nb::kw_only(), nb::arg("sealed") = false, nb::arg("if_exists") = "replace", nb::arg("replicas") = 1,
           nb::arg("replicas_lenient") = false, nb::arg("label") = "", nb::arg("part") = 0, nb::arg("parts") = 1,
-          nb::arg("group") = "", nb::arg("checksum") = false, nb::arg("ttl_ms") = 0, nb::arg("pin") = "none");
+          nb::arg("group") = "", nb::arg("checksum") = false, nb::arg("ttl_ms") = 0, nb::arg("pin") = "none",
+          nb::arg("parent") = "");
 
   nb::class_<PyClient>(m, "Client")
       .def_static("connect", &connect, nb::kw_only(), nb::arg("address"), nb::arg("token"), nb::arg("name"),

@@ -479,3 +479,44 @@ def test_nodes_that_leave_together_lose_nothing_that_the_last_one_has_room_for(c
     for i in range(20):
         for name in ("shared", "leader", "member"):
             assert np.array_equal(other.pool.get(f"{name}/{i}", timeout=20), value(i))
+
+
+def test_pins_quotas_and_parents_outlive_the_leader(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    one, two = cluster.others(leader)
+    one.pool.set_quota("q/", 4 << 20)
+    megabyte = np.zeros(1 << 20, np.uint8)
+    leader.pool.put("hard", value(1), replicas=2, pin="hard")
+    leader.pool.put("later", value(2), replicas=2)
+    assert one.pool.pin("later", "soft")
+    leader.pool.put("child", value(3), replicas=2, parent="later")
+    assert eventually(lambda: one.here()["ready"])
+    # Of other nodes a node knows what they had a second ago.
+    for i in range(3):
+        one.pool.put(f"q/{i}", megabyte)
+    assert eventually(lambda: quota_of(two)["used_bytes"] == 3 << 20)
+    two.pool.put("q/two", np.zeros(2 << 20, np.uint8))  # goes where others can go for it
+    assert quota_of(two)["used_bytes"] <= 4 << 20
+    leader.send(signal.SIGKILL)
+    assert cluster_of(cluster, one, two)
+    assert eventually(lambda: has_copies(one, ["hard", "later", "child"], 2), 30)
+    assert {key: one.pool.info(key).pin for key in ("hard", "later", "child")} == {
+        "hard": "hard",
+        "later": "soft",
+        "child": None,
+    }
+    assert quota_of(two)["limit_bytes"] == 4 << 20
+    for node in (one, two):  # each has a copy of the pinned ones, also one that was made just now
+        for i in range(100):
+            node.pool.put(f"{node.name}/{i}", megabyte)
+        assert np.array_equal(node.pool.get("hard"), value(1))
+        assert np.array_equal(node.pool.get("later"), value(2))
+    assert sum(each["hard_pinned_bytes"] for each in one.pool.stat()["nodes"]) == 2 * 40960
+    for i in range(10):
+        one.pool.put(f"q/{i}", megabyte)
+    assert quota_of(one)["used_bytes"] <= 4 << 20
+
+
+def quota_of(node: Node) -> dict[str, Any]:
+    (quota,) = node.pool.stat()["quotas"]
+    return quota

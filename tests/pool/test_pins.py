@@ -175,7 +175,9 @@ def test_a_hard_pin_for_which_there_is_no_room(with_ssd: tm.Pool) -> None:
 
 def test_the_command_line_pins(small: tm.Pool, tmp_path: Path) -> None:
     def cli(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "torch_mooncake", *args], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [sys.executable, "-m", "torch_mooncake", *args], capture_output=True, text=True, check=False
+        )
 
     (tmp_path / "file").write_bytes(b"x" * 5000)
     assert cli("put", "a", str(tmp_path / "file"), "--pin", "soft").returncode == 0

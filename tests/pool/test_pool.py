@@ -135,7 +135,7 @@ def test_bad_arguments(pool: tm.Pool) -> None:
     with pytest.raises(tm.Error):  # there is one host
         tm.put("k", 1, replicas=2, timeout=2)
     assert tm.put("k", 1, replicas="≤2").stored
-    with pytest.raises(tm.Unsupported, match="parent"):
+    with pytest.raises(tm.KeyNotFound, match="parent"):
         tm.put("k", 1, parent="p")
     with pytest.raises(TypeError, match="cannot be put"):
         tm.put("k", object())

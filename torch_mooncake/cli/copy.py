@@ -42,6 +42,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     put.add_argument("--version", help="label of this version")
     put.add_argument("--ttl", type=seconds, metavar="SECONDS", help="missing after so long")
     put.add_argument("--pin", choices=("soft", "hard"), help="evicted last, or never")
+    put.add_argument("--parent", metavar="KEY", help="evicted after this one, not before")
     put.add_argument("--replicas", default="1", metavar="N", help='copies on different hosts; "<=N" makes do with less')
     put.set_defaults(run=_put)
 
@@ -196,6 +197,7 @@ def _put(args: argparse.Namespace) -> None:
         "ttl_s": args.ttl,
         "replicas": args.replicas,
         "pin": args.pin,
+        "parent": args.parent,
         "timeout": args.timeout,
     }
     with connect(args, start=True) as pool:

@@ -1,4 +1,7 @@
 // What keeps the beginning of a chain: refresh, and pins with an owner and a time.
+#include <map>
+#include <random>
+
 #include "pool/donor_fixture.h"
 #include "pool/eviction.h"
 
@@ -71,4 +74,97 @@ TEST_CASE("pins have owners: each ends by its own time, by unpin, or with its se
   donor->end_session(3);
   CHECK(!survives());
   CHECK(!donor->hint_pin(k, 1000, 3));  // it is gone, and says so
+}
+
+TEST_CASE("what was put after a parent keeps it: a parent never goes before its child, pinned or used as they may be") {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    CAPTURE(seed);
+    std::mt19937_64 rng(seed);
+    auto donor = make_donor(4 * MiB, 200);
+    std::map<std::string, std::pair<ExtentRef, std::string>> live;  // key -> extent, parent
+    const auto on_evicted = [&](const Announcement& a) {
+      for (const auto& [key, entry] : live) REQUIRE((entry.second != a.key || key == a.key));
+      live.erase(a.key);
+    };
+    donor->set_evicted_callback(on_evicted);
+    const auto any = [&] { return std::next(live.begin(), static_cast<long>(rng() % live.size()))->first; };
+    const auto drop = [&](const std::string& key) {
+      REQUIRE(donor->supersede(live.at(key).first).is_ok());
+      REQUIRE(donor->free(live.at(key).first).is_ok());
+      live.erase(key);
+    };
+    const auto is_leaf = [&](const std::string& key) {
+      return std::none_of(live.begin(), live.end(), [&](const auto& l) { return l.second.second == key; });
+    };
+    uint64_t counter = 0;
+    for (int step = 0; step < 1500; ++step) {
+      const auto roll = rng() % 20;
+      if (roll < 13 || live.empty()) {
+        ReserveRequest request;
+        request.txn = random_id();
+        request.key = "k" + std::to_string(step);
+        request.nbytes = rng() % 4 ? rng() % 30'000 : rng() % (500 << 10);
+        if (!live.empty() && rng() % 4) request.parent = any();
+        auto r = donor->reserve(request);
+        if (!r.is_ok()) {
+          REQUIRE(r.status().code() == Code::pool_full);
+        } else if (rng() % 8 == 0) {
+          donor->drop_txn(request.txn);
+        } else {
+          if (!request.parent.empty()) REQUIRE(live.count(request.parent));  // also while it was reserved
+          const Pin pin = rng() % 12 ? Pin::none : Pin::soft;
+          REQUIRE(donor->commit(r->extent, {1, ++counter}, {}, 0, 0, 1, pin).is_ok());
+          live[request.key] = {r->extent, request.parent};
+        }
+      } else if (roll < 16) {
+        donor->touch(live.at(any()).first);
+      } else if (roll < 17) {
+        REQUIRE(donor->hint_pin(live.at(any()).first, step + 50, 1));
+      } else if (roll < 18) {
+        if (const std::string key = any(); is_leaf(key)) drop(key);
+      } else if (roll < 19) {
+        donor->sweep(step);
+      } else if (rng() % 8 == 0) {
+        donor = std::move(attach_donor(donor->held())).value();
+        donor->set_evicted_callback(on_evicted);
+      }
+      check(*donor);
+    }
+    CHECK(donor->stats().evictions > 0);
+    while (!live.empty()) {
+      const std::string key = live.begin()->first;
+      for (std::string leaf = key; !leaf.empty();) {
+        const auto child =
+            std::find_if(live.begin(), live.end(), [&](const auto& l) { return l.second.second == leaf; });
+        if (child == live.end()) {
+          drop(leaf);
+          leaf.clear();
+        } else {
+          leaf = child->first;
+        }
+      }
+    }
+    CHECK(donor->stats().used_bytes == 0);
+    check(*donor);
+  }
+}
+
+TEST_CASE("nobody comes after himself") {
+  auto donor = make_donor(4 * MiB);
+  const auto after = [&](const std::string& key, const std::string& parent) {
+    ReserveRequest request;
+    request.txn = random_id();
+    request.key = key;
+    request.parent = parent;
+    request.nbytes = 100;
+    return donor->reserve(request).status().code();
+  };
+  CHECK(after("a", "a") == Code::invalid_argument);
+  CHECK(after("b", "a") == Code::ok);  // the parent may come later
+  CHECK(after("c", "b") == Code::ok);
+  CHECK(after("a", "c") == Code::invalid_argument);
+  CHECK(after("a", "x") == Code::ok);
+  CHECK(after("x", "c") == Code::invalid_argument);
+  CHECK(after("c", "b") == Code::ok);
+  check(*donor);
 }

@@ -327,6 +327,9 @@ class Client:
 
     def pin_many(self, keys: Sequence[str], pin: str, deadline_ns: int) -> list: ...
 
+    def set_quota(self, prefix: str, limit_bytes: int, deadline_ns: int) -> list:
+        """All quotas there are then."""
+
     def stat(self, deadline_ns: int, here: bool = False) -> dict: ...
 
     def drained(self, deadline_ns: int) -> dict:

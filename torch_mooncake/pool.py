@@ -555,6 +555,24 @@ class Pool:
         deadline = deadline_ns(timeout)
         return Version(*_wait(self._client(deadline), checked_key(key), *_version(version), deadline).version)
 
+    def set_quota(self, prefix: str, nbytes: int | str | None, *, timeout: float | None = 30) -> list[dict[str, Any]]:
+        """Limit the memory of the keys that start with ``prefix`` to ``nbytes`` ("2GiB"; None: no limit), in the whole
+        pool. Of two prefixes of a key the longer counts. What goes over it evicts others of that prefix on its node,
+        least valuable first (to an SSD, if there is one; disks have no quota); what finds none is PoolFull, which names
+        the quota, at once. Returns all quotas there are, as ``stat()["quotas"]``: prefix, limit_bytes, used_bytes.
+
+        Counted in pages of 4 KiB from 32 KiB on, per replica, from the reservation on. Of other nodes a node knows what
+        they had about a second ago: by what several put in that time the sum may be over the limit. Kept by the leader
+        and its successors, whose memory it outlives no more than keys do. 16 prefixes of at most 256 bytes.
+        """
+        limit = 0 if nbytes is None else parse_bytes(nbytes)
+        if nbytes is not None and limit <= 0:
+            raise InvalidArgument(f"a quota is some bytes, or None, not {nbytes!r}")
+        if not prefix:
+            raise InvalidArgument("a quota is of a prefix")
+        deadline = deadline_ns(timeout)
+        return self._client(deadline).set_quota(prefix, limit, deadline)
+
     def stat(self, *, timeout: float | None = 30) -> dict[str, Any]:
         """Numbers of the pool: view, keys, what this client has mapped, and each node's memory, in bytes, and SSDs:
         what is there, what went there and back, what was dropped, refused, reclaimed, and what failed."""
@@ -594,6 +612,7 @@ class Pool:
     akeys = _async(keys)
     await_key = _async(wait)
     astat = _async(stat)
+    aset_quota = _async(set_quota)
     ainfo = _async(info)
     aput_state_dict = _async(put_state_dict)
     aget_state_dict = _async(get_state_dict)

@@ -309,6 +309,16 @@ Status ClientImpl::stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats&
   return {};
 }
 
+Result<std::vector<Quota>> ClientImpl::ask_quota(const std::optional<Quota>& set, Deadline deadline) {
+  TM_TRY(usable());
+  auto answer = with_retries(deadline, [&]() -> Result<QuotaAnswer> {
+    TM_ASSIGN(auto node, home(deadline));
+    return node->call<QuotaAnswer>(kQuota, QuotaCall{view()->number, set}, deadline);
+  });
+  if (!answer.is_ok()) return answer.status();
+  return std::move(answer->quotas);
+}
+
 Result<PoolStats> ClientImpl::stat(Deadline deadline, bool here) {
   TM_TRY(usable());
   auto ask = [&]() -> Result<PoolStats> {
@@ -328,6 +338,9 @@ Result<PoolStats> ClientImpl::stat(Deadline deadline, bool here) {
         TM_ASSIGN(node, link(info.id, deadline));
         TM_TRY(stat_of(node, info, stats, deadline));
       }
+    }
+    if (!here) {
+      TM_ASSIGN(stats.quotas, ask_quota({}, deadline));
     }
     stats.client_read_bytes = read_bytes_;
     return stats;

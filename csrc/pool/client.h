@@ -134,6 +134,7 @@ struct PoolStats {
   };
   uint64_t view = 0, keys = 0;
   std::vector<Node> nodes;
+  std::vector<Quota> quotas;
   uint64_t client_maps = 0, client_mapped_bytes = 0;
   uint64_t client_read_bytes = 0;  // that this client has copied out of the pool
 };
@@ -170,6 +171,9 @@ class TM_API Client {
   virtual Result<ObjectPtr> wait(std::string_view key, const GetOptions& options, Deadline deadline) = 0;
   // With `here`, of the node at node_address alone, asked once: what answers in time is alive.
   virtual Result<PoolStats> stat(Deadline deadline, bool here = false) = 0;
+  // How many bytes of memory the keys with this prefix may have; 0: no limit. Other nodes know it a second later. All
+  // there are then, with what is used in the pool.
+  virtual Result<std::vector<Quota>> set_quota(const Quota& quota, Deadline deadline) = 0;
   // Asks the node at node_address to leave the pool: returns when it has begun to. drained(): when it has moved what
   // only it had to other nodes, as far as there was room and time; it is gone a moment later.
   virtual Status drain(Deadline deadline) = 0;

@@ -73,6 +73,11 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   std::vector<Status> read_many(std::span<const ReadEntry> entries, Deadline deadline) override;
   std::vector<Result<MappedObject>> map_many(std::span<const ObjectPtr> objects, bool read_only,
                                              Deadline deadline) override;
+  Result<std::vector<Quota>> set_quota(const Quota& quota, Deadline deadline) override {
+    if (quota.prefix.size() > kMaxQuotaPrefix)
+      return {Code::invalid_argument, "a quota's prefix has at most " + std::to_string(kMaxQuotaPrefix) + " bytes"};
+    return ask_quota(quota, deadline);
+  }
   std::vector<Result<bool>> remove_many(std::span<const RemoveEntry> entries, Deadline deadline) override {
     return change_many(entries, {}, deadline);
   }
@@ -136,6 +141,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
       std::map<NodeId, std::vector<std::pair<size_t, ExtentRef>>>;  // by node: (position in the chain, extent)
   std::vector<Result<bool>> change_many(std::span<const RemoveEntry> entries, std::optional<Pin> pin,
                                         Deadline deadline);
+  Result<std::vector<Quota>> ask_quota(const std::optional<Quota>& set, Deadline deadline);
   Result<std::string> ask_exists(std::span<const std::string> keys, bool tiers, Deadline deadline);
   Result<std::vector<Replicas>> find_prefix(std::span<const std::string> keys, uint64_t pin_ms, Deadline deadline);
   // Positions that have gone meanwhile.

@@ -118,6 +118,7 @@ Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped
     }
   }
   TM_TRY(space_.rebuild(claims));
+  set_quotas(table_->quotas());
   std::sort(ready.begin(), ready.end(),
             [this](uint32_t a, uint32_t b) { return table_->at(a).last_use < table_->at(b).last_use; });
   for (uint32_t i : ready) {
@@ -125,7 +126,7 @@ Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped
     if (pin_of(e) == Pin::hard)
       keep(i);
     else
-      lru_.restore(i, footprint(i), e.uses, e.last_use, pin_of(e) == Pin::soft);
+      lru_.restore(i, footprint(i), e.uses, e.last_use, pin_of(e) == Pin::soft, counted(i));
   }
   sweep_limbo();
   return {};
@@ -166,6 +167,7 @@ Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
 }
 
 Result<Reservation> DonorImpl::reserve_extent(const ReserveRequest& request) {
+  TM_TRY(make_quota_room(request));
   Placement placement;
   for (;;) {
     TM_TRY(make_room(request.nbytes));
@@ -194,6 +196,7 @@ Result<Reservation> DonorImpl::reserve_extent(const ReserveRequest& request) {
   }
   if (request.writer != 0) sessions_.try_emplace(request.writer);
   open_[request.txn].push_back(index);
+  count(index);
   return Reservation{{index, *generation}, std::move(record.placement.pieces)};
 }
 
@@ -314,7 +317,7 @@ void DonorImpl::refresh(std::span<const ExtentRef> last_first) {
 void DonorImpl::enter_eviction(uint32_t index) {
   const ExtentEntry& e = table_->at(index);
   if (pin_of(e) == Pin::hard) return keep(index);
-  lru_.insert(index, e.key_hash[0], footprint(index), pin_of(e) == Pin::soft);
+  lru_.insert(index, e.key_hash[0], footprint(index), pin_of(e) == Pin::soft, counted(index));
   save_uses(index);
 }
 

@@ -9,6 +9,9 @@
 // slot, full fence, re-read the word, then map. reclaim() changes the word, full fence, scans all slot pages once per
 // batch; extents still pinned wait in limbo, unfindable and counted, until unpinned or their session ends.
 //
+// Quotas: of keys with a prefix, each extent counted from its reservation until it is given back or retired. What goes
+// over one evicts others of that prefix, the least valuable first.
+//
 // Parents: what was reserved with a parent's key keeps it from being evicted here for as long as it is in this memory.
 //
 // SSD: what eviction would throw away is written to a log on disk first, if it is admitted (donor_demote.cpp has the
@@ -44,8 +47,8 @@ struct DonorOptions {
   std::vector<SsdOptions> ssd{};
 };
 
-// The table segment: a header page, then entries. Clients on this host map it read-only.
-inline constexpr size_t kTableHeaderBytes = 4096;
+// The table segment: header pages, then entries. Clients on this host map it read-only.
+inline constexpr size_t kTableHeaderBytes = 16384;
 
 // One entry of the shared table, 128 bytes. Read by clients on this host; only the donor writes.
 struct alignas(128) ExtentEntry {
@@ -153,6 +156,11 @@ class TM_API Donor {
   // memory if it is on an SSD, for which there may be no room (pool_full). `done` perhaps later, from
   // run_completions().
   virtual void set_pin(ExtentRef extent, Pin pin, std::function<void(const Status&)> done) = 0;
+  // Instead of those there were; `used_bytes` is what other donors have. They outlive the worker. quotas(): with what
+  // is used here. over_quota(): does this refusal of reserve() say that a quota, and not the memory, is full?
+  virtual void set_quotas(const std::vector<Quota>& quotas) = 0;
+  virtual std::vector<Quota> quotas() const = 0;
+  static bool over_quota(const Status& refusal);
   virtual Status finalize(ExtentRef extent) = 0;   // committed -> final
   virtual Status supersede(ExtentRef extent) = 0;  // changes the generation word; then free() may follow
   virtual Status free(ExtentRef extent) = 0;       // limbo while pinned or while the writer may still write

@@ -18,6 +18,7 @@ Status DonorImpl::check() const {
     uint32_t index;
   };
   std::vector<Run> runs;
+  std::vector<uint64_t> in_quotas(quotas_.size());
   uint64_t used = 0, kept_bytes = 0;
   size_t evictable = 0, prepared = 0, limbo = 0, children = 0;
   for (uint32_t i = 0; i < table_->entries(); ++i) {
@@ -37,6 +38,9 @@ Status DonorImpl::check() const {
     if (nbytes != table_->at(i).nbytes) return wrong(i, "pieces do not add up");
     if (record.placement.pieces.size() > kMaxPieces) return wrong(i, "too many pieces");
     used += Allocator::footprint(record.placement);
+    const uint8_t group = state == ExtentState::limbo ? 0 : group_of(record.key);
+    if (counted(i) != group || (lru_.contains(i) && lru_.group(i) != group)) return wrong(i, "in another quota");
+    if (group) in_quotas[group - 1] += Allocator::footprint(record.placement);
     children += state != ExtentState::limbo && !record.parent.empty();
 
     const bool ready = state == ExtentState::committed || state == ExtentState::final;
@@ -68,6 +72,8 @@ Status DonorImpl::check() const {
   for (const auto& [txn, extents] : open_) open += extents.size();
   if (open != prepared) return {Code::corrupt, "donor: a transaction has extents that are not prepared"};
   if (limbo_.size() != limbo) return {Code::corrupt, "donor: limbo has extents that are elsewhere"};
+  for (size_t g = 0; g < quotas_.size(); ++g)
+    if (in_quotas[g] != quotas_[g].used_here) return {Code::corrupt, "donor: a quota does not add up"};
   if (children != families_.children()) return {Code::corrupt, "donor: children do not add up"};
   if (kept_bytes != kept_bytes_) return {Code::corrupt, "donor: what is pinned hard does not add up"};
   if (lru_.size() != evictable) return {Code::corrupt, "donor: eviction lists have members that are gone"};

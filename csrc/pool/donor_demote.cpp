@@ -136,7 +136,7 @@ void DonorImpl::demoted(uint64_t generation, uint32_t index, const DiskSpot& spo
 }
 
 void DonorImpl::set_clean(uint32_t index) {
-  clean_.push_back({index, table_->at(index).content_generation, lru_.last_use(index)});
+  clean_[lru_.group(index)].push_back({index, table_->at(index).content_generation, lru_.last_use(index)});
   clean_bytes_of_[index] = footprint(index);
   clean_bytes_ += footprint(index);
 }
@@ -166,16 +166,21 @@ void DonorImpl::clean_ahead() {
   }
 }
 
-// The least valuable: what was set aside comes first, unless it was used since. Clean ones are taken off their list.
-std::optional<uint32_t> DonorImpl::next_victim() {
-  while (!clean_.empty()) {
-    const CleanExtent c = clean_.front();
-    clean_.pop_front();
+// The least valuable, of all or of a group: what was set aside comes first, unless it was used since. Clean ones are
+// taken off their list.
+std::optional<uint32_t> DonorImpl::next_victim(uint8_t group) {
+  for (;;) {
+    std::deque<CleanExtent>* first = nullptr;
+    for (auto& [g, list] : clean_)
+      if (!list.empty() && (group == 0 || g == group) && (!first || list.front().last_use < first->front().last_use))
+        first = &list;
+    if (!first) return group == 0 ? lru_.victim() : lru_.victim(group);
+    const CleanExtent c = first->front();
+    first->pop_front();
     if (table_->at(c.index).content_generation != c.generation || !take_off_clean(c.index)) continue;
     if (lru_.parked(c.index)) lru_.unpark(c.index);
     if (lru_.last_use(c.index) == c.last_use) return c.index;
   }
-  return lru_.victim();
 }
 
 }  // namespace torch_mooncake::pool

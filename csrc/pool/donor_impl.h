@@ -34,6 +34,8 @@ class DonorImpl final : public Donor {
   Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms, int64_t now_ns,
                 uint32_t replicas, Pin pin) override;
   void set_pin(ExtentRef extent, Pin pin, Done done) override;
+  void set_quotas(const std::vector<Quota>& quotas) override;
+  std::vector<Quota> quotas() const override;
   Status finalize(ExtentRef extent) override;
   Status supersede(ExtentRef extent) override;
   Status free(ExtentRef extent) override;
@@ -113,7 +115,14 @@ class DonorImpl final : public Donor {
   Status make_room(uint64_t nbytes);
   bool evict_one();
   void evict(const std::vector<uint32_t>& victims);
-  std::vector<uint32_t> pick_victims(uint64_t nbytes, uint64_t deficit);
+  std::vector<uint32_t> pick_victims(uint64_t nbytes, uint64_t deficit, uint8_t group = 0);
+
+  // donor_quotas.cpp
+  uint8_t group_of(std::string_view key) const;
+  uint8_t counted(uint32_t index) const { return index < counted_.size() ? counted_[index] : 0; }
+  void count(uint32_t index);
+  void uncount(uint32_t index);
+  Status make_quota_room(const ReserveRequest& request);
   std::vector<uint32_t> beside_a_run() const;
   Status full(uint64_t nbytes, const std::string& why) const;
   Status being_written(uint64_t nbytes) const;
@@ -153,7 +162,7 @@ class DonorImpl final : public Donor {
   bool take_off_clean(uint32_t index);
   uint64_t demoting_bytes() const;  // on disks that answer
   bool room_soon() const;
-  std::optional<uint32_t> next_victim();
+  std::optional<uint32_t> next_victim(uint8_t group);
 
   // donor_promote.cpp
   void loaded(uint64_t generation, const DiskSpot& from, Result<ssd::Loaded> loaded);
@@ -171,6 +180,12 @@ class DonorImpl final : public Donor {
   std::map<TxnId, std::vector<uint32_t>> open_;  // PREPARED extents by transaction
   std::vector<uint32_t> limbo_;
   Families families_;
+  struct LiveQuota {
+    Quota quota;             // used_bytes: elsewhere
+    uint64_t used_here = 0;  // of extents that are not in limbo
+  };
+  std::vector<LiveQuota> quotas_;      // group g's is quotas_[g - 1]
+  std::vector<uint8_t> counted_;       // by extent: the group it is counted in
   std::unordered_set<uint32_t> kept_;  // pinned hard: in no eviction list
   uint64_t kept_bytes_ = 0;
   std::vector<uint32_t> parked_;                                      // pinned when eviction came by
@@ -186,11 +201,11 @@ class DonorImpl final : public Donor {
   MappingPtr data_map_;                  // with SSDs only
   std::vector<std::unique_ptr<StoreOwner>> stores_;
   uint64_t unopened_ssds_ = 0;
-  std::unordered_map<uint64_t, Tiered> tiers_;      // by the name's generation
-  std::unordered_map<uint32_t, uint64_t> tier_of_;  // by the extent that has the bytes
-  std::map<uint64_t, std::vector<Done>> removing_;  // names whose marks are under way
-  std::unordered_map<uint32_t, uint64_t> in_io_;    // extent -> its generation
-  std::deque<CleanExtent> clean_;                   // written ahead, least valuable first
+  std::unordered_map<uint64_t, Tiered> tiers_;        // by the name's generation
+  std::unordered_map<uint32_t, uint64_t> tier_of_;    // by the extent that has the bytes
+  std::map<uint64_t, std::vector<Done>> removing_;    // names whose marks are under way
+  std::unordered_map<uint32_t, uint64_t> in_io_;      // extent -> its generation
+  std::map<uint8_t, std::deque<CleanExtent>> clean_;  // by group: written ahead, least valuable first
   std::unordered_map<uint32_t, uint64_t> clean_bytes_of_;
   uint64_t clean_bytes_ = 0;
   std::deque<WaitingPromotion> waiting_promotions_;

@@ -53,6 +53,7 @@ void DonorImpl::retire(const std::vector<uint32_t>& extents) {
     leave_eviction(i);
     take_off_clean(i);
     release_parents(families_.remove(i));
+    uncount(i);
     if (table_->state(i) == ExtentState::prepared) close_prepared(i);
     if (valid(i)) table_->invalidate(i);
   }
@@ -153,12 +154,13 @@ Status DonorImpl::make_room(uint64_t nbytes) {
 }
 
 // The least valuable extents, until their bytes make up the deficit. A slab's page comes back only when all of its
-// cells are free, so where pages are needed the victim's slab mates go with it (at most 256 KiB).
-std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit) {
+// cells are free, so where pages are needed the victim's slab mates go with it (at most 256 KiB). With a group: of that
+// quota alone, whose bytes count, not the pages.
+std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit, uint8_t for_group) {
   std::vector<uint32_t> victims;
   uint64_t sum = 0;
   do {
-    const auto victim = next_victim();
+    const auto victim = next_victim(for_group);
     if (!victim) break;
     if (!evictable(*victim)) {
       lru_.park(*victim);
@@ -182,7 +184,7 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit)
     std::vector<uint32_t> group{*victim};
     const Placement placement = table_->record(*victim).placement;
     const bool same_cell = nbytes < kSlabLimit && Allocator::footprint(placement) == Allocator::footprint(nbytes);
-    if (placement.slab != kNoSlab && !same_cell) {
+    if (placement.slab != kNoSlab && !same_cell && for_group == 0) {
       auto mates = space_.owners_at(placement.slab / kPageBytes);
       const bool soft = lru_.soft(*victim);
       if (std::all_of(mates.begin(), mates.end(),

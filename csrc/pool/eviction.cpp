@@ -18,22 +18,25 @@ Turnover::Turnover(uint64_t capacity_bytes, uint32_t max_members) : capacity_(ca
   if (!ghosts_) throw std::bad_alloc();
 }
 
-uint8_t Turnover::list_of(const Node& node) {
-  return static_cast<uint8_t>(std::min<int>(std::bit_width(node.uses) - 1, kClasses - 1) + (node.soft ? kClasses : 0));
+uint16_t Turnover::list_of(const Node& node) {
+  const auto by_use = static_cast<uint32_t>(std::min<int>(std::bit_width(node.uses) - 1, kClasses - 1));
+  return static_cast<uint16_t>(node.group * kLists + (node.soft ? kClasses : 0) + by_use);
 }
 
-void Turnover::insert(uint32_t member, uint64_t key_hash, uint64_t nbytes, bool soft) {
+void Turnover::insert(uint32_t member, uint64_t key_hash, uint64_t nbytes, bool soft, uint8_t group) {
   now_ += nbytes;
-  restore(member, nbytes, take_ghost(key_hash) + 1, now_, soft);
+  restore(member, nbytes, take_ghost(key_hash) + 1, now_, soft, group);
 }
 
-void Turnover::restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use, bool soft) {
+void Turnover::restore(uint32_t member, uint64_t nbytes, uint32_t uses, uint64_t last_use, bool soft, uint8_t group) {
   if (member >= nodes_.size()) nodes_.resize(member + 1);
   Node& node = nodes_[member];
   node.nbytes = nbytes;
   node.uses = std::max<uint32_t>(uses, 1);
   node.last_use = last_use;
   node.soft = soft;
+  node.group = group;
+  if (lists_.size() <= size_t{group} * kLists) lists_.resize((size_t{group} + 1) * kLists);
   now_ = std::max(now_, last_use);
   append(member, list_of(node));
   nbytes_ += nbytes;
@@ -77,17 +80,24 @@ void Turnover::evict(uint32_t member, uint64_t key_hash) {
   remove(member);
 }
 
-std::optional<uint32_t> Turnover::victim() const {
+std::optional<uint32_t> Turnover::victim(uint8_t group) const {
+  const size_t begin = size_t{group} * kLists;
+  return begin < lists_.size() ? least(begin, begin + kLists) : std::nullopt;
+}
+
+std::optional<uint32_t> Turnover::least(size_t begin, size_t end) const {
   std::optional<uint32_t> best;
   unsigned __int128 best_score = 0;
-  for (uint32_t list = 0; list < lists_.size(); ++list) {
-    if (list == kClasses && best) break;  // the rest are soft
-    const uint32_t head = lists_[list].head;
-    if (head == kNone) continue;
-    const auto score = static_cast<unsigned __int128>(capacity_) * list + nodes_[head].last_use;
-    if (best && score >= best_score) continue;
-    best = head;
-    best_score = score;
+  for (const bool soft : {false, true}) {
+    for (size_t list = begin; list < end; ++list) {
+      const uint32_t head = lists_[list].head;
+      if (head == kNone || nodes_[head].soft != soft) continue;
+      const auto score = static_cast<unsigned __int128>(capacity_) * (list % kClasses) + nodes_[head].last_use;
+      if (best && score >= best_score) continue;
+      best = head;
+      best_score = score;
+    }
+    if (best) break;
   }
   return best;
 }
@@ -98,7 +108,7 @@ void Turnover::park(uint32_t member) {
 }
 
 void Turnover::unpark(uint32_t member) {
-  const uint8_t list = list_of(nodes_[member]);
+  const uint16_t list = list_of(nodes_[member]);
   // It was the oldest of its class when it stepped aside; if it was used since, it belongs behind what is older.
   const uint32_t head = lists_[list].head;
   if (head == kNone || nodes_[member].last_use <= nodes_[head].last_use) {
@@ -115,7 +125,7 @@ void Turnover::unpark(uint32_t member) {
   }
 }
 
-void Turnover::append(uint32_t member, uint8_t list) {
+void Turnover::append(uint32_t member, uint16_t list) {
   Node& node = nodes_[member];
   node.list = list;
   node.prev = lists_[list].tail;
@@ -124,7 +134,7 @@ void Turnover::append(uint32_t member, uint8_t list) {
   lists_[list].tail = member;
 }
 
-void Turnover::prepend(uint32_t member, uint8_t list) {
+void Turnover::prepend(uint32_t member, uint16_t list) {
   Node& node = nodes_[member];
   node.list = list;
   node.prev = kNone;

@@ -32,6 +32,28 @@ static_assert(sizeof(RecordHeader) == 64);
 static_assert(kMaxParts <= UINT16_MAX);
 constexpr size_t kCrcFrom = offsetof(RecordHeader, record_slab);
 
+// Two copies, the older of which is written over.
+struct StoredQuotas {
+  uint32_t crc, count;
+  uint64_t number;
+  struct {
+    uint64_t limit_bytes, prefix_nbytes;
+    char prefix[kMaxQuotaPrefix];
+  } quotas[kMaxQuotas];
+};
+constexpr size_t kQuotasOffset = 4096;  // in the table segment, behind what view_record.h has
+static_assert(kQuotasOffset + 2 * sizeof(StoredQuotas) <= kTableHeaderBytes);
+constexpr size_t kQuotasCrcFrom = offsetof(StoredQuotas, count);
+
+StoredQuotas* quota_copies(std::byte* table) { return reinterpret_cast<StoredQuotas*>(table + kQuotasOffset); }
+
+bool sound(const StoredQuotas& s) {
+  if (s.count > kMaxQuotas || s.number == 0) return false;
+  for (uint32_t i = 0; i < s.count; ++i)
+    if (s.quotas[i].prefix_nbytes > kMaxQuotaPrefix) return false;
+  return s.crc == crc32c(reinterpret_cast<const std::byte*>(&s) + kQuotasCrcFrom, sizeof s - kQuotasCrcFrom);
+}
+
 uint64_t record_nbytes(const RecordHeader& h) {
   return sizeof h + uint64_t{h.pieces} * sizeof(Piece) + h.key_nbytes + h.label_nbytes + h.meta_nbytes +
          h.parent_nbytes;
@@ -213,6 +235,32 @@ uint64_t ExtentTable::next_generation() {
   uint64_t g = next.fetch_add(1, std::memory_order_relaxed);
   if (g == 0) g = next.fetch_add(1, std::memory_order_relaxed);  // 0 means "no pin" in a slot
   return g;
+}
+
+std::vector<Quota> ExtentTable::quotas() const {
+  const StoredQuotas* both = quota_copies(table_map_->data);
+  const StoredQuotas* last = nullptr;
+  for (const StoredQuotas* s : {both, both + 1})
+    if (sound(*s) && (!last || s->number > last->number)) last = s;
+  std::vector<Quota> out;
+  for (uint32_t i = 0; last && i < last->count; ++i)
+    out.push_back({std::string(last->quotas[i].prefix, last->quotas[i].prefix_nbytes), last->quotas[i].limit_bytes, 0});
+  return out;
+}
+
+void ExtentTable::set_quotas(const std::vector<Quota>& quotas) {
+  StoredQuotas* both = quota_copies(table_map_->data);
+  const bool second = sound(both[0]) && (!sound(both[1]) || both[1].number < both[0].number);
+  StoredQuotas fresh{};
+  fresh.number = (sound(both[!second]) ? both[!second].number : 0) + 1;
+  for (const Quota& q : quotas) {
+    auto& to = fresh.quotas[fresh.count++];
+    to.limit_bytes = q.limit_bytes;
+    to.prefix_nbytes = q.prefix.copy(to.prefix, kMaxQuotaPrefix);
+  }
+  fresh.crc = crc32c(reinterpret_cast<const std::byte*>(&fresh) + kQuotasCrcFrom, sizeof fresh - kQuotasCrcFrom);
+  std::memcpy(&both[second], &fresh, sizeof fresh);
+  std::atomic_thread_fence(std::memory_order_release);
 }
 
 bool ExtentTable::ssd_is_dead(uint64_t path_hash) const {

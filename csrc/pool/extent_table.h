@@ -76,6 +76,8 @@ class ExtentTable {
   const std::shared_ptr<Segment>& records_segment() const { return records_; }
   // A value that no generation word has had or will have.
   uint64_t next_generation();
+  std::vector<Quota> quotas() const;
+  void set_quotas(const std::vector<Quota>& quotas);  // whole, whenever this process dies
   bool ssd_is_dead(uint64_t path_hash) const;
   void set_ssd_dead(uint64_t path_hash);
   Status check() const;

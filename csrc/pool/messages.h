@@ -42,6 +42,7 @@ enum Method : uint16_t {
   kExport,
   kEvacuate,
   kDrained,
+  kQuota = 250,
 };
 
 inline constexpr size_t kEventLog = 1 << 16;
@@ -145,17 +146,37 @@ struct BeatRequest {
   NodeId node{};
   Id128 incarnation{};
   uint64_t view = 0, limit_bytes = 0, used_bytes = 0;
+  std::vector<Quota> quotas;  // with what is used there
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(node)(incarnation)(view)(limit_bytes)(used_bytes);
+    ar(node)(incarnation)(view)(limit_bytes)(used_bytes)(quotas, kMaxQuotas);
   }
 };
 struct BeatAnswer {
   static constexpr const char* kName = "beat answer";
-  std::optional<View> view;  // if the sender's is older
+  std::optional<View> view;   // if the sender's is older
+  std::vector<Quota> quotas;  // that count, with what is used by others than the sender
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(view);
+    ar(view)(quotas, kMaxQuotas);
+  }
+};
+// To the home: sets one, or none, and tells all there are. A limit of 0 ends it.
+struct QuotaCall {
+  static constexpr const char* kName = "quota";
+  uint64_t view = 0;
+  std::optional<Quota> set;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(view)(set);
+  }
+};
+struct QuotaAnswer {
+  static constexpr const char* kName = "quota answer";
+  std::vector<Quota> quotas;  // with what is used in the pool
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(quotas, kMaxQuotas);
   }
 };
 struct LeaveRequest {

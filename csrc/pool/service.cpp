@@ -128,6 +128,7 @@ void NodeServiceImpl::register_methods() {
   method(kExport, &NodeServiceImpl::on_export);
   method(kEvacuate, &NodeServiceImpl::on_evacuate);
   method(kDrained, &NodeServiceImpl::on_drained);
+  method(kQuota, &NodeServiceImpl::on_quota);
 }
 
 Status NodeServiceImpl::usable() const {

@@ -30,7 +30,7 @@ class Refused {
  public:
   const Status* of(uint64_t nbytes) const { return !why_.is_ok() && nbytes >= nbytes_ ? &why_ : nullptr; }
   void note(uint64_t nbytes, const Status& s) {
-    if (s.code() != Code::pool_full || of(nbytes)) return;
+    if (s.code() != Code::pool_full || of(nbytes) || Donor::over_quota(s)) return;
     why_ = s;
     nbytes_ = nbytes;
   }

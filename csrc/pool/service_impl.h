@@ -84,6 +84,7 @@ class NodeServiceImpl final : public NodeService {
     rpc::SessionPtr session;
     int64_t heard_ns = 0;
     std::vector<Announced> incoming;
+    std::vector<Quota> quotas;  // as in its last beat
     bool announced = false;
   };
 
@@ -181,6 +182,9 @@ class NodeServiceImpl final : public NodeService {
   // service_members.cpp
   void on_join(const rpc::SessionPtr&, JoinRequest, ResponderPtr);
   void on_announce(const rpc::SessionPtr&, AnnounceRequest, ResponderPtr);
+  void on_quota(const rpc::SessionPtr&, QuotaCall, ResponderPtr);
+  std::vector<Quota> quotas_without(const NodeId& node) const;
+  void share_quotas() { donor_->set_quotas(quotas_without(self_.id)); }
   void on_beat(const rpc::SessionPtr&, BeatRequest, ResponderPtr);
   void on_leave(const rpc::SessionPtr&, LeaveRequest, ResponderPtr);
   void on_mark(const rpc::SessionPtr&, Mark, ResponderPtr);

@@ -40,7 +40,7 @@ Status NodeServiceImpl::be_member(const std::string& address, int64_t connect_ms
     BeatRequest beat;
     strand_.run_and_wait([&] {
       const DonorStats stats = donor_->stats();
-      beat = {self_.id, self_.incarnation, view_.number, stats.limit_bytes, stats.used_bytes};
+      beat = {self_.id, self_.incarnation, view_.number, stats.limit_bytes, stats.used_bytes, donor_->quotas()};
     });
     if (left_) return {};
     sent_ns = steady_ns();
@@ -49,6 +49,7 @@ Status NodeServiceImpl::be_member(const std::string& address, int64_t connect_ms
     strand_.run([this, sent_ns, news] {
       counted(sent_ns);
       if (news.view && news.view->number > view_.number) view_ = *news.view;
+      if (!leader_) donor_->set_quotas(news.quotas);
     });
   }
   return {};

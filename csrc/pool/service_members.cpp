@@ -240,7 +240,10 @@ void NodeServiceImpl::on_beat(const rpc::SessionPtr& session, BeatRequest reques
     return responder->fail({Code::key_not_found, "this node has not joined, or was expelled"});
   it->second.heard_ns = steady_ns();
   it->second.info.used_bytes = request.used_bytes;
+  it->second.quotas = std::move(request.quotas);
+  share_quotas();
   BeatAnswer answer;
+  answer.quotas = quotas_without(request.node);
   if (request.view < home_->view()) answer.view = make_view();
   responder->ok(encode(answer));
 }

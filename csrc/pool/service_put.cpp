@@ -57,7 +57,7 @@ void NodeServiceImpl::on_reserve(const rpc::SessionPtr& session, ReserveCall cal
   }
   auto reservation = reserve(call);
   if (reservation.is_ok()) return responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));
-  const bool hopeless = call.nbytes > donor_->stats().limit_bytes;
+  const bool hopeless = call.nbytes > donor_->stats().limit_bytes || Donor::over_quota(reservation.status());
   const bool soon = donor_->making_room();
   if (reservation.status().code() != Code::pool_full || !(call.wait || soon) || hopeless)
     return responder->fail(reservation.status());
@@ -76,7 +76,8 @@ void NodeServiceImpl::retry_reservations() {
     }
     const ReserveCall& call = first.call;
     auto reservation = reserve(call);
-    if (!reservation.is_ok() && reservation.status().code() == Code::pool_full) return;
+    const Status& refused = reservation.status();
+    if (refused.code() == Code::pool_full && !Donor::over_quota(refused)) return;
     if (reservation.is_ok()) {
       first.responder->ok(encode(ReserveAnswer{reservation->extent, reservation->pieces}));
     } else {

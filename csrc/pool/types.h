@@ -90,6 +90,20 @@ struct ObjectInfo {
   std::vector<Replica> replicas;  // of part 0
 };
 
+// How many bytes of memory the keys with this prefix may have, in the whole pool. Of two that fit a key the longer
+// counts.
+inline constexpr size_t kMaxQuotas = 16;
+inline constexpr size_t kMaxQuotaPrefix = 256;
+struct Quota {
+  std::string prefix;
+  uint64_t limit_bytes = 0;
+  uint64_t used_bytes = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(prefix, kMaxQuotaPrefix)(limit_bytes)(used_bytes);
+  }
+};
+
 struct SsdOptions {
   std::string path;  // a folder of its own
   uint64_t limit_bytes = 0;

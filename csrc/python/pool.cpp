@@ -297,6 +297,18 @@ pool::GetOptions get_options(std::optional<VersionPair> at_least, std::string la
   return options;
 }
 
+nb::list quotas_of(const std::vector<pool::Quota>& quotas) {
+  nb::list out;
+  for (const pool::Quota& quota : quotas) {
+    nb::dict d;
+    d["prefix"] = quota.prefix;
+    d["limit_bytes"] = quota.limit_bytes;
+    d["used_bytes"] = quota.used_bytes;
+    out.append(std::move(d));
+  }
+  return out;
+}
+
 nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
   auto s = unwrap(without_gil([&] { return client->stat(deadline_at(deadline_ns), here); }));
   nb::list nodes;
@@ -354,6 +366,7 @@ nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
   d["client_mapped_bytes"] = s.client_mapped_bytes;
   d["client_read_bytes"] = s.client_read_bytes;
   d["nodes"] = std::move(nodes);
+  d["quotas"] = quotas_of(s.quotas);
   return d;
 }
 
@@ -548,6 +561,13 @@ void bind_pool(nb::module_& m) {
             return outcomes_of(results);
           },
           nb::arg("keys"), nb::arg("pin"), nb::arg("deadline_ns"))
+      .def(
+          "set_quota",
+          [](PyClient& c, std::string prefix, uint64_t limit_bytes, int64_t deadline_ns) {
+            const pool::Quota quota{std::move(prefix), limit_bytes, 0};
+            return quotas_of(unwrap(without_gil([&] { return c->set_quota(quota, deadline_at(deadline_ns)); })));
+          },
+          nb::arg("prefix"), nb::arg("limit_bytes"), nb::arg("deadline_ns"), "All quotas there are then.")
       .def("stat", &stat, nb::arg("deadline_ns"), nb::arg("here") = false)
       .def(
           "drained",

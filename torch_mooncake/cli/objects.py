@@ -45,6 +45,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     pin.set_defaults(run=_pin)
 
+    quota = commands.add_parser(
+        "quota", parents=[common], help="limit the memory of keys with a prefix, or show limits"
+    )
+    quota.add_argument("prefix", nargs="?")
+    quota.add_argument("limit", nargs="?", metavar="BYTES", help='e.g. 20GiB, or "none"')
+    quota.set_defaults(run=_quota, refuse=quota.error)
+
     stat = commands.add_parser("stat", parents=[common], help="memory and counts of the pool")
     stat.set_defaults(run=_stat)
 
@@ -201,6 +208,22 @@ def _pin(args: argparse.Namespace) -> int:
     return EXIT_MISSING if missing else 0
 
 
+def quota_lines(quotas: list[dict[str, Any]]) -> list[str]:
+    return [f"quota {q['prefix']}: {human(q['used_bytes'])} of {human(q['limit_bytes'])}" for q in quotas]
+
+
+def _quota(args: argparse.Namespace) -> None:
+    if args.prefix is not None and args.limit is None:
+        args.refuse('a prefix needs its limit: BYTES, or "none"')
+    with connect(args) as pool:
+        if args.prefix is None:
+            quotas = pool.stat(timeout=args.timeout)["quotas"]
+        else:
+            limit = None if args.limit == "none" else args.limit
+            quotas = pool.set_quota(args.prefix, limit, timeout=args.timeout)
+    emit(args, quotas, "\n".join(quota_lines(quotas)))
+
+
 def _exists(args: argparse.Namespace) -> int:
     with connect(args) as pool:
         present = pool.exists(args.keys, timeout=args.timeout)
@@ -230,4 +253,5 @@ def _stat(args: argparse.Namespace) -> None:
                 f"{ssd['refused']} refused, {ssd['errors'] + ssd['corrupt']} errors"
                 + (f", {ssd['out_of_service']} out of service" if ssd["out_of_service"] else "")
             )
+    lines += quota_lines(stat["quotas"])
     emit(args, stat, "\n".join(lines))

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from torch_mooncake.cli import human
-from torch_mooncake.cli.objects import connect
+from torch_mooncake.cli.objects import connect, quota_lines
 from torch_mooncake.errors import Error, InvalidArgument
 
 _RATES = ("lookups", "misses", "commits", "removals", "evictions", "refusals")
@@ -98,4 +98,5 @@ def render(stat: dict[str, Any], rates: dict[str, float]) -> str:
         if node["unready"] and not node["draining"]:
             lines.append(f"          {node['unready']}")
     lines.append("* directory")
+    lines += quota_lines(stat["quotas"])
     return "\n".join(lines)

@@ -48,7 +48,9 @@ View sample_view() {
 }
 
 // Messages about many keys; their texts are views of these.
-BatchHead sample_head() { return {3, Kind::sealed, IfExists::keep, "v1", 500, true, {1, 2, 3}, 1000}; }
+BatchHead sample_head() {
+  return {3, Kind::sealed, IfExists::keep, "v1", "parent", 500, Pin::soft, true, {1, 2, 3}, 1000};
+}
 ReserveManyCall sample_reserve_many() { return {sample_head(), 77, {{1, "a", "meta", 10}, {4095, "bb", "", 0}}}; }
 PutManyCall sample_put_many() {
   PutManyCall c{sample_head(), {}};
@@ -56,7 +58,7 @@ PutManyCall sample_put_many() {
   c.items.push_back({2, "b", {}, {}, "meta", "data"});
   return c;
 }
-RemoveManyCall sample_remove_many() { return {3, 1000, {{1, "a", {}}, {2, "b", Version{4, 5}}}}; }
+RemoveManyCall sample_remove_many() { return {3, 1000, {{1, "a", {}}, {2, "b", Version{4, 5}}}, Pin::hard}; }
 
 template <typename T>
 void check_cut_and_flipped(const std::string& body) {
@@ -122,7 +124,10 @@ TEST_CASE("cut, lengthened and flipped bytes") {
   check_cut_and_flipped<ReserveManyCall>(encode(sample_reserve_many()));
   check_cut_and_flipped<PutManyCall>(encode(sample_put_many()));
   check_cut_and_flipped<RemoveManyCall>(encode(sample_remove_many()));
-  check_cut_and_flipped<ExistsCall>(encode(ExistsCall{3, 1000, {"a", "bb", ""}}));
+  check_cut_and_flipped<ExistsCall>(encode(ExistsCall{3, 1000, {"a", "bb", ""}, true}));
+  check_cut_and_flipped<BeatAnswer>(encode(BeatAnswer{sample_view(), {{"kv/", 1 << 20, 7}}}));
+  check_cut_and_flipped<EventsAnswer>(
+      encode(EventsAnswer{1, 2, false, {{{3}, "k", KeyChange::moved, Kind::sealed, {4, 5}, Tier::ssd}}}));
 }
 
 TEST_CASE("random bytes to every decoder") {
@@ -150,6 +155,8 @@ TEST_CASE("random bytes to every decoder") {
     (void)decode<LookupCall>(body).is_ok();
     (void)decode<DescribeAnswer>(body).is_ok();
     (void)decode<KeysAnswer>(body).is_ok();
+    (void)decode<QuotaCall>(body).is_ok();
+    (void)decode<EventsAnswer>(body).is_ok();
   }
 }
 

@@ -132,7 +132,10 @@ ClientImpl::Silent ClientImpl::describe_elsewhere(std::span<const std::string> k
   for (auto& [id, places] : wanted) {
     auto node = link(id, deadline);
     if (!node.is_ok()) {
-      silent[id] = node.status();
+      // The home has named it just now: our node has not been told of it yet.
+      silent[id] = node.status().code() == Code::key_not_found
+                       ? Status(Code::pool_unavailable, "this host knows it not yet")
+                       : node.status();
       continue;
     }
     for (size_t at = 0; at < places.size();) {

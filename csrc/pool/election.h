@@ -5,7 +5,8 @@
 // Only who holds the leader's key can change that, so that what a deposed leader still writes comes to nothing.
 //
 // Time: a holder leads until a time by its own steady clock that is earlier than the lease's end by more than clocks
-// differ in their rates; it has to stop by itself then.
+// differ in their rates; it has to stop by itself then, unless all whose objects count vouch for it
+// (service_vouch.cpp).
 //
 // Threads: one at a time. Calls end by their deadline; io: the store does not answer (the lease may be good still).
 #pragma once
@@ -22,7 +23,8 @@
 
 namespace torch_mooncake::pool {
 
-inline constexpr int64_t kLeadS = 5;  // the lease's length
+inline constexpr int64_t kLeadS = 5;          // the lease's length
+inline constexpr int64_t kBridgeMs = 60'000;  // a leader goes on for so long at most while the store does not answer
 // The numbers of a term's views follow this many bits of its own, so that a later term's are higher.
 inline constexpr int kTermBits = 20;
 
@@ -42,10 +44,11 @@ struct LastView {
   Id128 lineage{};  // of the pool: its versions compare
   NodeId leader{};
   std::vector<NodeId> members;  // the leader too
+  uint64_t term = 0;            // in which it was written
   bool has(const NodeId& node) const;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(lineage)(leader)(members, kMaxNodes);
+    ar(lineage)(leader)(members, kMaxNodes)(term);
   }
 };
 
@@ -63,6 +66,7 @@ class TM_API Election {
   virtual Result<std::optional<Won>> campaign(const Leader& self, Deadline deadline) = 0;
   // Of who has won. key_not_found: it leads no more.
   virtual Result<int64_t> renew(Deadline deadline) = 0;  // leads until then
+  // io: it may be written yet, but not once a later one has been.
   virtual Status note(const LastView& view, Deadline deadline) = 0;
   virtual Status resign(Deadline deadline) = 0;
 

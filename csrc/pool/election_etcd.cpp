@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
+#include <utility>
 
 #include "common/fd.h"
 #include "pool/election.h"
@@ -145,21 +146,22 @@ class EtcdElection final : public Election {
   Result<std::optional<Won>> campaign(const Leader& self, Deadline deadline) override {
     const int64_t sent_ns = steady_ns();
     TM_ASSIGN(auto granted, ask("lease/grant", "{\"TTL\":" + std::to_string(kLeadS) + "}", deadline));
-    lease_ = json_field(granted, "ID").value_or("");
+    const std::string lease = json_field(granted, "ID").value_or("");
     const auto ttl_s = json_number(granted, "TTL");
-    if (lease_.empty() || !ttl_s) return Status(Code::io, "etcd gave no lease: " + granted.substr(0, 200));
+    if (lease.empty() || !ttl_s) return Status(Code::io, "etcd gave no lease: " + granted.substr(0, 200));
     const std::string key = quoted(leader_key_);
     TM_ASSIGN(auto answer, ask("kv/txn",
                                "{\"compare\":[{\"key\":" + key +
                                    ",\"target\":\"CREATE\",\"result\":\"EQUAL\",\"create_revision\":\"0\"}],"
                                    "\"success\":[{\"request_put\":{\"key\":" +
-                                   key + ",\"value\":" + quoted(encode(self)) + ",\"lease\":\"" + lease_ + "\"}}]}",
+                                   key + ",\"value\":" + quoted(encode(self)) + ",\"lease\":\"" + lease + "\"}}]}",
                                deadline));
     const auto revision = json_number(answer, "revision");
     if (json_field(answer, "succeeded") != "true" || !revision) {
-      if (const Status s = revoke(lease_, deadline); !s.is_ok()) lease_.clear();  // it ends by itself
+      (void)revoke(lease, deadline);  // or it ends by itself
       return std::optional<Won>{};
     }
+    lease_ = lease;
     term_ = *revision;
     return std::optional<Won>(Won{term_, until(sent_ns, *ttl_s)});
   }
@@ -173,14 +175,24 @@ class EtcdElection final : public Election {
     return until(sent_ns, *ttl_s);
   }
 
+  // What etcd was asked and has not answered it may carry out later: it names the revision that it replaces.
   Status note(const LastView& view, Deadline deadline) override {
+    if (!view_revision_) TM_TRY(last_view(deadline).status());
+    const std::string replaced = std::to_string(*std::exchange(view_revision_, std::nullopt));
     TM_ASSIGN(auto answer, ask("kv/txn",
                                "{\"compare\":[{\"key\":" + quoted(leader_key_) +
                                    ",\"target\":\"CREATE\",\"result\":\"EQUAL\",\"create_revision\":\"" +
-                                   std::to_string(term_) + "\"}],\"success\":[{\"request_put\":{\"key\":" +
-                                   quoted(view_key_) + ",\"value\":" + quoted(encode(view)) + "}}]}",
+                                   std::to_string(term_) + "\"},{\"key\":" + quoted(view_key_) +
+                                   ",\"target\":\"MOD\",\"result\":\"EQUAL\",\"mod_revision\":\"" + replaced +
+                                   "\"}],\"success\":[{\"request_put\":{\"key\":" + quoted(view_key_) +
+                                   ",\"value\":" + quoted(encode(view)) + "}}]}",
                                deadline));
-    if (json_field(answer, "succeeded") == "true") return {};
+    if (json_field(answer, "succeeded") == "true") {
+      view_revision_ = json_number(answer, "revision");
+      return {};
+    }
+    TM_ASSIGN(auto held, ask("kv/range", "{\"key\":" + quoted(leader_key_) + "}", deadline));
+    if (json_number(held, "create_revision") == term_) return {Code::io, "etcd has just written an earlier view"};
     return {Code::key_not_found, "another node leads, or none"};
   }
 
@@ -188,6 +200,7 @@ class EtcdElection final : public Election {
 
   Result<LastView> last_view(Deadline deadline) override {
     TM_ASSIGN(auto answer, ask("kv/range", "{\"key\":" + quoted(view_key_) + "}", deadline));
+    view_revision_ = json_number(answer, "mod_revision").value_or(0);
     const auto value = json_field(answer, "value");
     if (!value) return LastView{};
     return decode<LastView>(from_base64(*value));
@@ -221,6 +234,7 @@ class EtcdElection final : public Election {
   const std::string leader_key_, view_key_;
   std::string lease_, seen_lease_;
   uint64_t term_ = 0;
+  std::optional<uint64_t> view_revision_;  // of the view, 0: there is none; unknown after a note that was not answered
 };
 
 }  // namespace

@@ -33,6 +33,7 @@ enum Method : uint16_t {
   kMark,
   kEvicted,
   kLeave,
+  kVouch,
   kDrain = 230,
   kPrefix,
   kRefresh,

@@ -32,6 +32,7 @@ struct NodeServiceOptions {
   std::unique_ptr<Donor> donor;  // fresh, or attached to what a previous worker left
   bool attached = false;         // the donor has old entries: the home is rebuilt from its announce()
   std::unique_ptr<Election> election;  // null: of node.discovery, if there is one
+  int64_t bridge_ms = kBridgeMs;       // the same at every node of a pool
   EnginePtr engine;                    // null: the service makes its own. Closed with it
   std::vector<Listener> listeners;     // the first is unix://<runtime_dir>/<pool>/node.sock
   // The number of user sessions (role "client", not nodes) changed. The keeper lingers out by it.

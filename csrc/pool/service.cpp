@@ -121,6 +121,7 @@ void NodeServiceImpl::register_methods() {
   method(kAnnounce, &NodeServiceImpl::on_announce);
   method(kBeat, &NodeServiceImpl::on_beat);
   method(kLeave, &NodeServiceImpl::on_leave);
+  method(kVouch, &NodeServiceImpl::on_vouch);
   method(kMark, &NodeServiceImpl::on_mark);
   method(kEvicted, &NodeServiceImpl::on_evicted);
   method(kTiers, &NodeServiceImpl::on_tiers);
@@ -299,6 +300,7 @@ void NodeServiceImpl::tick() {
   });
   if (!leader_) return;
   if (!election_) publish_counted(*table_map_, now);
+  ask_vouches(now);
   watch_members(now);
   home_->tick(now);
   tick_events(now);

@@ -11,6 +11,7 @@
 //   service_join.cpp     a member's side of membership (its own thread)
 //   service_copies.cpp   replicas that were lost are made again, a leaving node's objects are moved away
 //   service_election.cpp who leads, if that is not given: the thread of members, and taking and leaving the lead
+//   service_vouch.cpp    a leader goes on while etcd does not answer: its members vouch for it
 #pragma once
 
 #include <atomic>
@@ -33,6 +34,7 @@
 namespace torch_mooncake::pool {
 
 inline constexpr int64_t kBeatMs = 500;
+inline constexpr int64_t kAskMs = 2000;                        // a question to etcd
 inline constexpr int64_t kExpelMs = kLeaseMs + kLeaseMs / 10;  // the leader waits longer, by its own clock
 
 class NodeServiceImpl final : public NodeService {
@@ -203,8 +205,9 @@ class NodeServiceImpl final : public NodeService {
   // service_join.cpp
   void counted(int64_t at_ns);  // the leader counted this node among the pool's at that time
   void membership_thread();
-  Status be_member(const std::string& leader,
-                   int64_t connect_ms);  // until the connection is lost or the service closes
+  // Until the connection is lost or the service closes.
+  Status be_member(const std::string& leader, int64_t connect_ms);
+  Status follow(const rpc::SessionPtr& leader);
   Status announce_to(const rpc::SessionPtr& leader, const JoinAnswer& answer);
   void drop_named(std::function<void(const Status&)> done);
   Status drop_named_and_wait();
@@ -244,14 +247,26 @@ class NodeServiceImpl final : public NodeService {
   Status take_part();
   Status lead(const Election::Won& won);  // until that is over
   Status note_view();
+  void leave_record();
   void ask_to_note();
   void nothing_to_note();
   LastView recorded() const;
   void begin_to_lead(const Election::Won& won, const LastView& last, const NodeId& before);
-  void lead_until(int64_t until_ns, int64_t since_ns);  // since: when etcd certainly had us as the leader
+  void renewed(int64_t until_ns, int64_t since_ns);
+  void lead_until(int64_t until_ns, int64_t since_ns);  // since: when we were certainly the leader
   void still_leads();                                   // or stands down
   void stand_down();
   void when_noted(std::function<void()> change);  // once the next leader would know of it
+
+  // service_vouch.cpp
+  void ask_vouches(int64_t now_ns);
+  void lead_by_vouches();
+  void about_to_record(const std::vector<NodeId>& members);
+  int64_t leased_until() const { return renewed_ns_ + kLeadS * 900'000'000; }
+  Status lead_again();
+  void on_vouch(const rpc::SessionPtr&, Leader, ResponderPtr);
+  std::optional<Leader> vouched_for();  // whom we have promised to follow, and nobody else, as yet
+  bool may_lead(const LastView& last);  // no: who has written that may be leading still
 
   NodeServiceOptions options_;
   std::unique_ptr<Donor> donor_;
@@ -298,6 +313,11 @@ class NodeServiceImpl final : public NodeService {
   Id128 lineage_{};
   std::set<NodeId> counting_;  // whose named objects count, as it is recorded or about to be; we too
   std::set<NodeId> leaving_;   // to be expelled once that is recorded
+  uint64_t term_ = 0;
+  int64_t renewed_ns_ = 0;                // in etcd
+  std::set<NodeId> may_be_recorded_;      // as members: by the last record that etcd has, or may have
+  std::map<NodeId, int64_t> vouched_ns_;  // when we asked, of those who vouched
+  int64_t vouched_until_ns_ = 0;
   std::deque<std::pair<uint64_t, std::function<void()>>> unnoted_;
   uint64_t last_change_ = 0;
   std::vector<SendMark> unheeded_;  // of those that nothing waits for: not taken yet
@@ -334,12 +354,18 @@ class NodeServiceImpl final : public NodeService {
   uint64_t fence_ = 0;  // marks of older views are refused
   int64_t lease_until_ns_ = 0;
   rpc::SessionPtr leader_session_;
+  rpc::SessionPtr follows_;                 // the same, until we have given it up
   std::atomic<int64_t> alone_since_ns_{0};  // nobody leads, or can be reached, since then; 0: somebody does
   std::thread thread_;
   std::mutex sleep_mutex_;
   std::condition_variable sleep_cv_;
-  bool to_note_ = false;      // by sleep_mutex_
-  bool note_failed_ = false;  // the election's thread's
+  bool to_note_ = false;  // by sleep_mutex_
+  // The election's thread's.
+  bool note_failed_ = false;
+  bool term_noted_ = false;  // the record has the term that we hold the key in: until then that counts for nothing
+  bool etcd_silent_ = false;
+  uint64_t outwaited_term_ = 0;  // of a record that we are not in: nobody has led since then
+  int64_t outwaited_since_ns_ = 0;
 };
 
 inline void respond(rpc::Responder& responder, const Status& status) {

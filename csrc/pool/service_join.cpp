@@ -25,7 +25,12 @@ void NodeServiceImpl::membership_thread() {
 
 Status NodeServiceImpl::be_member(const std::string& address, int64_t connect_ms) {
   TM_ASSIGN(auto peer, engine_->connect(address, Deadline::after_ms(connect_ms)));
-  const rpc::SessionPtr leader = peer->session();
+  const Status s = follow(peer->session());
+  strand_.run_and_wait([&] { follows_.reset(); });
+  return s;
+}
+
+Status NodeServiceImpl::follow(const rpc::SessionPtr& leader) {
   JoinRequest join;
   strand_.run_and_wait([&] {
     join.node = self_;
@@ -70,7 +75,7 @@ Status NodeServiceImpl::announce_to(const rpc::SessionPtr& leader, const JoinAns
     extents = announcements();
     evicted_.clear();
     moved_.clear();
-    leader_session_ = leader;
+    leader_session_ = follows_ = leader;
   });
   constexpr size_t kChunk = 4096;
   int64_t sent_ns = 0;

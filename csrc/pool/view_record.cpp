@@ -19,7 +19,13 @@ struct Stored {
   uint32_t crc;  // of all before
 };
 constexpr size_t kCountedOffset = 1024;
-static_assert(sizeof(TableHeader) <= kCountedOffset && kCountedOffset + sizeof(int64_t) <= kViewRecordOffset);
+struct StoredVouch {
+  int64_t until_ns;
+  uint64_t size;
+  char leader[kVouchBytes];
+};
+constexpr size_t kVouchOffset = kCountedOffset + sizeof(int64_t);
+static_assert(sizeof(TableHeader) <= kCountedOffset && kVouchOffset + sizeof(StoredVouch) <= kViewRecordOffset);
 static_assert(kViewRecordOffset + 2 * sizeof(Stored) <= 4096);  // quotas follow, see extent_table.cpp
 
 Stored* copies(std::byte* table) { return reinterpret_cast<Stored*>(table + kViewRecordOffset); }
@@ -62,6 +68,21 @@ void publish_counted(Mapping& table, int64_t at_ns) {
 
 int64_t counted_ns(const Mapping& table) {
   return std::atomic_ref(*reinterpret_cast<int64_t*>(table.data + kCountedOffset)).load(std::memory_order_seq_cst);
+}
+
+Vouch read_vouch(const Mapping& table) {
+  const auto& stored = *reinterpret_cast<const StoredVouch*>(table.data + kVouchOffset);
+  return {stored.until_ns, std::string(stored.leader, std::min<uint64_t>(stored.size, kVouchBytes))};
+}
+
+// A worker that is killed in between leaves a time that is over, if it is another leader's.
+void write_vouch(Mapping& table, const Vouch& vouch) {
+  auto& stored = *reinterpret_cast<StoredVouch*>(table.data + kVouchOffset);
+  if (read_vouch(table).leader != vouch.leader) {
+    stored.size = std::min(vouch.leader.size(), kVouchBytes);
+    std::memcpy(stored.leader, vouch.leader.data(), stored.size);
+  }
+  std::atomic_ref(stored.until_ns).store(vouch.until_ns, std::memory_order_seq_cst);
 }
 
 }  // namespace torch_mooncake::pool

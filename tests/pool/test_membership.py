@@ -7,126 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
+from clusters import TYPED, Cluster, Node, Writers, cluster_of, value
 from etcd_server import Etcd
-from processes import Child, PoolEnv, command_line, eventually, free_port, stop
+from processes import Child, PoolEnv, eventually
 
 import torch_mooncake as tm
-
-NAMES = ("a", "b", "c")
-TYPED = (tm.PoolUnavailable, tm.PeerLost, tm.DeadlineExceeded)
-
-
-def value(number: int) -> np.ndarray[Any, Any]:
-    return np.full(5000, number, np.int64)  # 40 kB: rides in no message
-
-
-class Node:
-    """One "host"'s node: a process of ``torch-mooncake node``, and clients of it."""
-
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        self.cluster, self.name = cluster, name
-        self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.process: subprocess.Popen[bytes] | None = None
-        self._pool: tm.Pool | None = None
-        self.start()
-
-    def start(self) -> None:
-        args = ["--pool", self.name, "--host-id", self.name, "--listen", self.address, "--memory", "64MiB"]
-        args += ["--discovery", self.cluster.etcd.url + "/test", "--drain", "10"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch_mooncake", "node", *args], stderr=subprocess.DEVNULL
-        )
-
-    @property
-    def pool(self) -> tm.Pool:
-        if self._pool is None:
-            self._pool = tm.Pool(self.address)
-        return self._pool
-
-    def pids(self) -> list[int]:
-        """Keeper and worker."""
-        return [pid for pid in self.cluster.env.nodes() if f"--pool\0{self.name}\0" in command_line(pid)]
-
-    def send(self, signum: int) -> None:
-        for pid in self.pids():
-            os.kill(pid, signum)
-        if signum == signal.SIGKILL:
-            assert self.process
-            self.process.wait()
-            assert eventually(lambda: not self.pids())
-
-    def stop_worker(self) -> None:
-        stop(self.pids()[-1])
-
-    def here(self) -> dict[str, Any]:
-        """What this node says of itself."""
-        try:
-            with tm.Pool(self.address) as pool:
-                return pool._client(time.monotonic_ns() + 2_000_000_000).stat(
-                    time.monotonic_ns() + 2_000_000_000, here=True
-                )["nodes"][0]
-        except tm.Error:
-            return {"ready": False, "is_home": False}
-
-
-class Cluster:
-    def __init__(self, etcd: Etcd, env: PoolEnv) -> None:
-        self.etcd, self.env = etcd, env
-        self.nodes = {name: Node(self, name) for name in NAMES}
-
-    def becomes_whole(self, n: int = 3, timeout: float = 40) -> bool:
-        """All ``n`` nodes serve, and know of each other."""
-
-        def whole() -> bool:
-            for node in self.living():
-                try:
-                    stat = node.pool.stat()
-                except tm.Error:
-                    return False
-                if len(stat["nodes"]) != n or not all(each["ready"] for each in stat["nodes"]):
-                    return False
-            return len(self.living()) == n
-
-        return eventually(whole, timeout)
-
-    def living(self) -> list[Node]:
-        return [node for node in self.nodes.values() if node.process and node.process.poll() is None]
-
-    def leader(self) -> Node:
-        leaders: list[Node] = []
-
-        def one() -> bool:
-            leaders[:] = [node for node in self.living() if node.here()["is_home"]]
-            return len(leaders) == 1
-
-        assert eventually(one, 30)
-        return leaders[0]
-
-    def others(self, node: Node) -> list[Node]:
-        return [other for other in self.living() if other is not node]
-
-    def close(self) -> None:
-        for node in self.nodes.values():
-            if node._pool:
-                node._pool.close()
-            for pid in node.pids():
-                os.kill(pid, signal.SIGCONT)
-        for node in self.nodes.values():
-            if node.process:
-                node.process.terminate()
-        for node in self.nodes.values():
-            if node.process:
-                try:
-                    node.process.wait(20)
-                finally:
-                    node.process.kill()
 
 
 @pytest.fixture
@@ -138,57 +28,6 @@ def cluster(etcd: Etcd, pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> I
         yield made
     finally:
         made.close()
-
-
-class Writers:
-    """One thread a node that puts and gets, for as long as the block lasts. A get returns the last value that was
-    acknowledged (or one whose outcome is unknown, from then on); nothing fails but by a typed error."""
-
-    def __init__(self, nodes: list[Node], replicas: int) -> None:
-        self.replicas, self.over, self.wrong = replicas, threading.Event(), []  # type: ignore[var-annotated]
-        self.done, self.failed = 0, 0
-        self.threads = [threading.Thread(target=self._run, args=(node,)) for node in nodes]
-
-    def __enter__(self) -> Writers:
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.over.set()
-        for thread in self.threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in self.threads), "a call does not end"
-        assert not self.wrong, self.wrong[:3]
-
-    def _run(self, node: Node) -> None:
-        possible, number = {0}, 0
-        key = f"live/{node.name}"
-        while not self.over.is_set():
-            number += 1
-            try:
-                node.pool.put(key, value(number), replicas=self.replicas, timeout=20)
-                possible = {number}
-                self.done += 1
-            except TYPED as error:
-                self.failed += 1
-                if "outcome unknown" in str(error):
-                    possible.add(number)
-            except Exception as error:
-                self.wrong.append(repr(error))
-            try:
-                got = int(node.pool.get(key, timeout=20)[0])
-                if got in possible:
-                    possible = {got}
-                else:
-                    self.wrong.append(f"{key}: {got}, not one of {possible}")
-            except TYPED:
-                self.failed += 1
-            except tm.KeyNotFound:
-                if 0 not in possible:
-                    self.wrong.append(f"{key} is missing")
-            except Exception as error:
-                self.wrong.append(repr(error))
 
 
 def test_a_leader_that_is_killed_is_replaced_and_what_was_acknowledged_stays(cluster: Cluster) -> None:
@@ -238,18 +77,6 @@ def test_a_leader_that_was_stopped_refuses_when_it_wakes(cluster: Cluster) -> No
     assert np.array_equal(leader.pool.get("k"), value(2))
 
 
-def cluster_of(cluster: Cluster, *nodes: Node) -> bool:
-    """Those nodes alone are a pool."""
-
-    def whole() -> bool:
-        try:
-            return all(len(node.pool.stat()["nodes"]) == len(nodes) for node in nodes)
-        except tm.Error:
-            return False
-
-    return eventually(whole, 40)
-
-
 def test_a_leaders_worker_that_is_killed_leads_again(cluster: Cluster) -> None:
     leader = cluster.leader()
     leader.pool.put("k", value(1))
@@ -272,45 +99,6 @@ def test_a_member_that_is_killed_is_expelled_and_comes_back(cluster: Cluster) ->
         other.pool.get("k")
     member.start()
     assert cluster.becomes_whole(3)
-
-
-def test_reads_and_writes_go_on_while_etcd_is_silent_for_less_than_a_lease(cluster: Cluster) -> None:
-    with Writers(cluster.living(), replicas=1) as writers:
-        assert eventually(lambda: writers.done > 20)
-        leader = cluster.leader()
-        cluster.etcd.stop()
-        try:
-            failed, before = writers.failed, writers.done
-            assert eventually(lambda: writers.done > before + 500)
-        finally:
-            cluster.etcd.go_on()
-        assert writers.failed == failed
-        before = writers.done
-        assert eventually(lambda: writers.done > before + 20)
-    assert cluster.leader() is leader
-
-
-@pytest.mark.parametrize("how", ["stopped", "restarted"])
-def test_an_etcd_that_is_away_for_longer_costs_time_and_nothing_else(cluster: Cluster, how: str) -> None:
-    for node in cluster.living():
-        node.pool.put(f"k/{node.name}", value(7))
-    with Writers(cluster.living(), replicas=1) as writers:
-        assert eventually(lambda: writers.done > 20)
-        if how == "stopped":
-            cluster.etcd.stop()
-        else:
-            cluster.etcd.kill()
-        assert eventually(lambda: not any(node.here()["is_home"] for node in cluster.living()), 15)
-        if how == "stopped":
-            cluster.etcd.go_on()
-        else:
-            cluster.etcd.start()
-        assert cluster.becomes_whole(3)
-        before = writers.done
-        assert eventually(lambda: writers.done > before + 20)
-    for node in cluster.living():
-        for other in cluster.living():
-            assert np.array_equal(node.pool.get(f"k/{other.name}"), value(7))
 
 
 def test_a_leader_that_leaves_hands_over_at_once(cluster: Cluster) -> None:

@@ -19,8 +19,8 @@ HeldSegment copy_of(const HeldSegment& held) {
 
 // --- node ---
 
-Node::Node(Host* host, uint64_t memory_bytes, std::string leader, Etcd* etcd)
-    : host_(host), memory_bytes_(memory_bytes), leader_(std::move(leader)), etcd_(etcd) {}
+Node::Node(Host* host, const Shape& shape, std::string leader, Etcd* etcd)
+    : host_(host), shape_(shape), leader_(std::move(leader)), etcd_(etcd) {}
 
 void Node::hold(const HeldSegment& segment) { held_.insert_or_assign({segment.role, segment.tag}, copy_of(segment)); }
 
@@ -44,7 +44,7 @@ void Node::serve() {
   SimEndpoint* endpoint = &engine_->endpoint();
   worker_->on_killed = [endpoint, this] { endpoint->died(host_->lost); };
   DonorOptions donor_options;
-  donor_options.limit_bytes = memory_bytes_;
+  donor_options.limit_bytes = shape_.memory_bytes;
   donor_options.grow_step_bytes = 256 << 10;
   donor_options.max_extents = 256;
   std::vector<HeldSegment> held;
@@ -62,6 +62,7 @@ void Node::serve() {
   NodeServiceOptions options;
   options.node.leader = leader_;
   if (etcd_) options.election = etcd_->client(host_);
+  options.bridge_ms = shape_.bridge_ms;
   options.node.host_id = host_->id;
   options.donor = std::move(donor).value();
   options.engine = engine_;
@@ -99,7 +100,7 @@ Cluster::Cluster(const Shape& shape) : shape_(shape) {
   for (int i = 0; i < shape.hosts; ++i) {
     auto* host = new Host("host" + std::to_string(i), world->between(0, 1000) * kSecond,
                           0.955 + 0.09 * static_cast<double>(world->roll(1000)) / 1000);
-    nodes_.push_back(std::make_unique<Node>(host, shape.memory_bytes, leader, shape.election ? &etcd_ : nullptr));
+    nodes_.push_back(std::make_unique<Node>(host, shape_, leader, shape.election ? &etcd_ : nullptr));
     nodes_.back()->start(world->now());
     if (i == 0 && !shape.election) leader = nodes_[0]->tcp_address();
   }
@@ -176,9 +177,31 @@ void Cluster::crash_host(int i) {
   node.host()->lost = false;
 }
 
+// A leader that etcd has given up goes on by its members' word; then one of them has its connection broken, or dies.
+void Cluster::lose_etcd_then_member(Host* leader) {
+  const int64_t after = world->between(4500, 7500) * kMs;
+  etcd_.cut(leader, world->now() + after + world->between(1000, 5000) * kMs);
+  Node* member = nodes_[world->roll(nodes_.size())].get();
+  if (member->host() == leader) member = (member == nodes_[0].get() ? nodes_[1] : nodes_[0]).get();
+  lost_etcd_ = rebuilt_ = true;
+  world->trace("etcd is away", 0, [&] { return "for " + leader->id + ", which then loses " + member->host()->id; });
+  world->at(world->now() + after, [this, leader, member] {
+    if (healed_ || !member->service()) return;
+    if (shape_.crashes && world->chance(0.5)) return member->crash(world->between(10, 300) * kMs);
+    for (const auto& session : std::vector(member->engine()->endpoint().live()))
+      if (const auto other = session->other(); other && other->process()->host == leader)
+        for (const auto& side : {session, other})
+          world->start_at(world->now(), side->process(), [side] {
+            side->end({Code::peer_lost, "the connection broke"}, true);
+          });
+  });
+}
+
 void Cluster::fault() {
   const int i = static_cast<int>(world->roll(nodes_.size()));
   Node& node = *nodes_[static_cast<size_t>(i)];
+  if (shape_.election && !lost_etcd_ && world->chance(0.25))
+    if (Host* leader = etcd_.leading()) return lose_etcd_then_member(leader);
   if (shape_.election && world->chance(0.15)) {
     rebuilt_ = true;
     const int64_t until = world->now() + world->between(200, world->chance(0.3) ? 9000 : 2000) * kMs;

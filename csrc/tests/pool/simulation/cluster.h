@@ -13,10 +13,21 @@
 
 namespace torch_mooncake::pool::sim {
 
+struct Shape {  // of a run, drawn from its seed
+  int hosts = 2;
+  uint64_t memory_bytes = 1 << 20;
+  bool crowded = false;  // the pool is too small for its values
+  double crash_at_failpoint = 0, yield_at_failpoint = 0.1;
+  bool crashes = false, host_crashes = false, client_crashes = false, pauses = false, partitions = false,
+       breaks = false, jumps = false, drains = false;
+  bool election = false;
+  int64_t bridge_ms = 0;
+};
+
 // One host's node. The leader's is host 0's, or elected in `etcd`.
 class Node {
  public:
-  Node(Host* host, uint64_t memory_bytes, std::string leader, Etcd* etcd);
+  Node(Host* host, const Shape& shape, std::string leader, Etcd* etcd);
   std::string unix_address() const { return "unix://" + host_->id + "/node.sock"; }
   std::string tcp_address() const { return "tcp://" + host_->id + ":7400"; }
   void start(int64_t when);  // a worker, with what the keeper holds
@@ -38,7 +49,7 @@ class Node {
   void hold(const HeldSegment& segment);
 
   Host* const host_;
-  const uint64_t memory_bytes_;
+  const Shape& shape_;
   const std::string leader_;
   Etcd* const etcd_;
   std::map<std::pair<SegmentRole, uint64_t>, HeldSegment> held_;
@@ -46,16 +57,6 @@ class Node {
   std::shared_ptr<SimEngine> engine_;
   NodeService* service_ = nullptr;  // never destroyed: a killed worker's is left as it is
   int incarnation_ = 0;
-};
-
-struct Shape {  // of a run, drawn from its seed
-  int hosts = 2;
-  uint64_t memory_bytes = 1 << 20;
-  bool crowded = false;  // the pool is too small for its values
-  double crash_at_failpoint = 0, yield_at_failpoint = 0.1;
-  bool crashes = false, host_crashes = false, client_crashes = false, pauses = false, partitions = false,
-       breaks = false, jumps = false, drains = false;
-  bool election = false;
 };
 
 class Cluster {
@@ -81,6 +82,7 @@ class Cluster {
 
  private:
   void passed(std::string_view failpoint);
+  void lose_etcd_then_member(Host* leader);
   void end_silent(Process* process, int64_t after);
   Process* some_process();
   void kill_client(Process* process);
@@ -90,7 +92,7 @@ class Cluster {
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<std::pair<Process*, int>> clients_;
   int64_t lossy_since_ = INT64_MAX;
-  bool rebuilt_ = false, healed_ = false;
+  bool rebuilt_ = false, healed_ = false, lost_etcd_ = false;
 };
 
 }  // namespace torch_mooncake::pool::sim

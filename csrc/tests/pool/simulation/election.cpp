@@ -18,12 +18,13 @@ class SimElection final : public Election {
     const int64_t sent_ns = steady_ns();
     TM_TRY(arrive(deadline));
     if (etcd_.leader_) return std::optional<Won>{};
-    lease_ = etcd_.next_lease_++;
-    etcd_.leases_[lease_] = world->now() + kLeadS * kSecond;
-    term_ = ++etcd_.revision_;
-    etcd_.leader_ = Etcd::Key{self, term_, lease_};
-    world->trace("leads", term_, [&] { return host_->id; });
+    const uint64_t lease = etcd_.next_lease_++, term = ++etcd_.revision_;
+    etcd_.leases_[lease] = world->now() + kLeadS * kSecond;
+    etcd_.leader_ = Etcd::Key{self, term, lease, host_};
+    world->trace("leads", term, [&] { return host_->id; });
     TM_TRY(come_back(deadline));
+    lease_ = lease;
+    term_ = term;
     return std::optional<Won>(Won{term_, sent_ns + kLeadS * 900'000'000});
   }
   Result<int64_t> renew(Deadline deadline) override {

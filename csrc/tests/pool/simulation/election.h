@@ -16,12 +16,14 @@ class Etcd {
   void down(int64_t until) { down_until_ = std::max(down_until_, until); }
   void cut(Host* host, int64_t until) { cut_until_[host] = std::max(cut_until_[host], until); }
   void restart();  // leases begin anew
+  Host* leading() const { return leader_ ? leader_->host : nullptr; }
 
  private:
   friend class SimElection;
   struct Key {
     Leader leader;
     uint64_t term = 0, lease = 0;
+    Host* host = nullptr;
   };
   bool reached(Host* host) const;
   void pass();  // what has run out, goes

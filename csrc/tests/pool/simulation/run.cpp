@@ -34,6 +34,7 @@ Shape draw_shape() {
   s.drains = world->chance(0.1);
   s.election = s.hosts > 1 && world->chance(0.4);
   if (s.election) s.jumps = false;  // any of them may lead
+  s.bridge_ms = world->between(5000, 12'000);
   network->slow = world->chance(0.3) ? 0.05 : 0.005;
   return s;
 }

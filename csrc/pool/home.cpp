@@ -356,7 +356,7 @@ void Home::step_over(const KeyHash& hash, Busy& busy) {
     answer(busy.op, busy.failure, false, {});
     fallback = std::move(busy.op.rest);
   }
-  if (busy.op.what == Op::What::put && busy.op.parts > 1) drop_everywhere(hash, busy.op.txn);
+  if (busy.op.strays || (busy.op.what == Op::What::put && busy.op.parts > 1)) drop_everywhere(hash, busy.op.txn);
   busy.phase = Phase::idle;
   busy.op = {};
   busy.olds.clear();
@@ -440,7 +440,7 @@ void Home::fail_op(const KeyHash& hash, const Op& op, const Status& why) {
 }
 
 void Home::drop(const KeyHash& hash, const Op& op) {
-  if (op.parts > 1) return drop_everywhere(hash, op.txn);
+  if (op.parts > 1 || op.strays) return drop_everywhere(hash, op.txn);
   std::set<uint32_t> donors;
   for (const NewSpot& spot : op.spots) {
     if (gone(spot.donor) || !donors.insert(spot.donor).second) continue;
@@ -450,7 +450,8 @@ void Home::drop(const KeyHash& hash, const Op& op) {
   }
 }
 
-// Of several writers: also what one has reserved who never came, or whom another replaced.
+// Of several writers: also what one has reserved who never came, or whom another replaced. Of one: also what it has
+// reserved at a donor that died before it could say so, for which the writer took another.
 void Home::drop_everywhere(const KeyHash& hash, const TxnId& txn) {
   for (uint32_t i = 0; i < donors_.size(); ++i) {
     if (donors_[i].state != DonorState::State::here) continue;

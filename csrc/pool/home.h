@@ -189,6 +189,7 @@ class TM_API Home {
     IfExists if_exists = IfExists::replace;
     TxnId txn{};
     uint32_t parts = 1;
+    bool strays = false;  // some donor has more PREPARED for `txn` than this counts on
     std::vector<NewSpot> spots;
     int64_t deadline_ns = INT64_MAX;
     Version version;
@@ -275,7 +276,8 @@ class TM_API Home {
   Found served_early(const Candidates& candidates) const;
   static bool completes(const Candidate& prepared, const Op& op);
   static bool needs(const Busy& busy, const Spot& spot);
-  bool open_txn(const KeyHash& hash, const TxnId& txn) const;
+  Op* open_op(const KeyHash& hash, const TxnId& txn);  // null: none that is under way or waits
+  void drop_prepared(const KeyHash& hash, uint32_t donor, const Announced& a);
 
   uint64_t view_;
   uint64_t seed_;

@@ -43,7 +43,11 @@ void Home::announce(const NodeId& node, const std::vector<Announced>& extents) {
     const KeyHash h = hash(a.key);
     // Only a donor of the last view can know what has become of its named keys.
     if (!state.trusted && a.kind == Kind::named) {
-      if (is_stored(a.state)) send(h, *index, make_mark(Mark::What::supersede, h, a.extent), false);
+      if (!is_stored(a.state)) {
+        drop_prepared(h, *index, a);
+      } else {
+        send(h, *index, make_mark(Mark::What::supersede, h, a.extent), false);
+      }
       continue;
     }
     Candidate c;
@@ -214,13 +218,28 @@ void Home::judge(const KeyHash& hash, Candidates candidates) {
   start_marking(hash, busy);
 }
 
-bool Home::open_txn(const KeyHash& hash, const TxnId& txn) const {
-  if (groups_.count(txn)) return true;
+Home::Op* Home::open_op(const KeyHash& hash, const TxnId& txn) {
   const auto it = busy_.find(hash);
-  if (it == busy_.end()) return false;
-  const Busy& busy = it->second;
-  if (busy.phase != Phase::idle && busy.op.txn == txn) return true;
-  return std::any_of(busy.queue.begin(), busy.queue.end(), [&](const Op& op) { return op.txn == txn; });
+  if (it == busy_.end()) return nullptr;
+  Busy& busy = it->second;
+  if (busy.phase != Phase::idle && busy.op.txn == txn) return &busy.op;
+  const auto op = std::find_if(busy.queue.begin(), busy.queue.end(), [&](const Op& o) { return o.txn == txn; });
+  return op == busy.queue.end() ? nullptr : &*op;
+}
+
+// Its writer may be unknown to a worker that has restarted, which waits for our word then, however long. So whatever
+// is under way either counts on the extent or says, once it is over, that it can go.
+void Home::drop_prepared(const KeyHash& hash, uint32_t donor, const Announced& a) {
+  if (groups_.count(a.txn)) return;
+  if (Op* op = open_op(hash, a.txn)) {
+    const Spot spot{donor, a.part, a.extent, a.tier};
+    op->strays |= std::none_of(op->spots.begin(), op->spots.end(),
+                               [&](const NewSpot& s) { return s == spot && s.state != NewSpot::State::gone; });
+    return;
+  }
+  Mark mark = make_mark(Mark::What::drop, hash, a.extent);
+  mark.txn = a.txn;
+  send(hash, donor, mark, false);
 }
 
 // Does the operation under way count on this extent, though no mark is out for it?
@@ -263,10 +282,7 @@ void Home::compare(uint32_t donor, const std::vector<Announced>& extents) {
     const KeyHash h = hash(a.key);
     Spot spot{donor, a.part, a.extent, a.tier};
     if (!is_stored(a.state)) {
-      if (open_txn(h, a.txn)) continue;
-      Mark mark = make_mark(Mark::What::drop, h, a.extent);
-      mark.txn = a.txn;
-      send(h, donor, mark, false);
+      drop_prepared(h, donor, a);
       continue;
     }
     const Index::Ref known = entries_.find(h);

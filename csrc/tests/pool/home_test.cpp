@@ -215,6 +215,51 @@ TEST_CASE("when a transaction of several writers is over, nothing of it stays re
   }
 }
 
+TEST_CASE("what a donor that died has reserved for a put that goes on without it is dropped when that is over") {
+  Direct d;
+  d.commit(d.call("k", 1, {0}));
+  d.donors[0].reserve("k", Kind::named, txn_of(d.next), 0, 1, 666);  // it died before it said so
+  d.held = 0;
+  const auto put = d.commit(d.call("k", 2, {1}));  // it waits for the old version's donor
+  CHECK(d.commits.count(put) == 0);
+  d.held = -1;
+  d.home.announce(node(0), d.donors[0].announce());
+  d.pump();
+  CHECK(d.commits.at(put).is_ok());
+  CHECK(d.value("k") == 2);
+  CHECK(d.donors[0].extents.empty());
+}
+
+TEST_CASE("what a donor that comes back has reserved for a put that is being undone is dropped when that is over") {
+  Direct d;
+  d.held = 0;
+  const auto put = d.commit(d.call("k", 1, {0, 1}));
+  d.held = 1;
+  d.home.expel(node(0));
+  d.pump();
+  CHECK(d.commits.count(put) == 0);  // donor 1 has not taken it back yet
+  d.home.announce(node(0), d.donors[0].announce());
+  d.pump();
+  d.held = -1;
+  d.home.announce(node(1), d.donors[1].announce());
+  d.pump();
+  CHECK_FALSE(d.commits.at(put).is_ok());
+  CHECK(d.donors[0].extents.empty());
+  CHECK(d.donors[1].extents.empty());
+}
+
+TEST_CASE("rebuild: what is PREPARED at a donor that was not of the last view is dropped") {
+  Direct d;
+  d.donors[0].reserve("k", Kind::named, txn_of(5), 0, 1, 1);
+  d.home = Home(2, 7);
+  d.home.expect(node(1));
+  d.home.announce(node(0), d.donors[0].announce());
+  d.home.announce(node(1), {});
+  d.pump();
+  CHECK(d.home.find("k").state == Found::State::missing);
+  CHECK(d.donors[0].extents.empty());
+}
+
 TEST_CASE("eviction of one part removes the object; what is left is superseded") {
   Direct d;
   TxnId txn = *d.home.begin("k", "", 2, 5000, txn_of(900));

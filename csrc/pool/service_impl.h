@@ -88,6 +88,7 @@ class NodeServiceImpl final : public NodeService {
     std::vector<Announced> incoming;
     std::vector<Quota> quotas;  // as in its last beat
     bool announced = false;
+    bool joining = true;  // what it announces is on its way, and does not have what marks would change meanwhile
   };
 
   struct Evacuation {

@@ -76,6 +76,10 @@ void NodeServiceImpl::send_mark(const SendMark& send) {
     if (send.id) home_->mark_done(send.id, {Code::pool_unavailable, "the donor has not come back"});
     return;
   }
+  if (member->second.joining) {
+    if (send.id == 0) return unheeded_.push_back(send);
+    return home_->mark_done(send.id, {Code::pool_unavailable, "the donor is coming back"});  // sent again then
+  }
   member->second.session->call(kMark, encode(send.mark), Deadline::after_ms(kLeaseMs),
                                [this, send, reign = reign_](Result<rpc::Message> answer) {
                                  Status s = answer.status();
@@ -197,6 +201,7 @@ void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest reques
   member.session = session;
   member.heard_ns = steady_ns();
   member.incoming.clear();
+  member.joining = true;
   going_.erase(request.node.id);
   if (request.view >= home_->view()) next_view(request.view + 1);
   JoinAnswer answer;
@@ -225,6 +230,7 @@ void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceReques
       return responder->fail({Code::key_not_found, "this node has not joined"});
     expected_until_.erase(id);
     joined->second.announced = true;
+    joined->second.joining = false;
     home_->announce(id, std::exchange(joined->second.incoming, {}));
     retry_copies();  // it may have the room
     next_view(0);

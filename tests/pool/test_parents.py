@@ -40,9 +40,9 @@ def test_parents_outlive_children(small: tm.Pool, pool_env: PoolEnv, seed: int) 
     deleted: set[str] = set()
     refused = 0
     for step in range(600):
-        there = small.keys()
         if step == 300:
             os.kill(pool_env.worker(), signal.SIGKILL)
+        there = small.keys()  # of the next worker: what is put while one dies has an outcome that nobody knows
         roll = rng.random()
         if roll < 0.75 or not there:
             key = rng.choice(there) if there and rng.random() < 0.1 else f"k{step}"

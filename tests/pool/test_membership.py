@@ -282,7 +282,7 @@ def test_pins_quotas_and_parents_outlive_the_leader(cluster: Cluster) -> None:
     assert eventually(lambda: one.here()["ready"])
     for i in range(3):
         one.pool.put(f"q/{i}", megabyte)
-    assert eventually(lambda: is_within(two))
+    assert eventually(lambda: is_within(two) and is_within(one))  # so both know it
     leader.send(signal.SIGKILL)
     assert cluster_of(cluster, one, two)
     assert eventually(lambda: has_copies(one, ["hard", "later", "child"], 2), 30)

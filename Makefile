@@ -15,8 +15,9 @@ NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 PYTHON_DIRS = $(wildcard setup.py torch_mooncake tests examples benchmarks)
-# Two at a time: most tests wait for processes, timers and peers. A file's tests stay together.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not netns and not network"
+PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
+# These use all there is by themselves. Others wait for processes, timers and peers: two files at a time.
+ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
@@ -65,7 +66,8 @@ ctest: build
 	ctest --test-dir $(NATIVE) -j $(JOBS) --output-on-failure --no-tests=error
 
 pytest: build ctest $(STAMPS)/serve
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_ARGS) $(ALONE)
+	$(PY) -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
 
 test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_SIZE=2)
 	WORLD_SIZE=$(or $(WORLD_SIZE),2) OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider tests/distributed/torch_suite.py

@@ -207,3 +207,19 @@ def cluster_of(cluster: Cluster, *nodes: Node) -> bool:
             return False
 
     return eventually(whole, 40)
+
+
+def replace_while_stopped(cluster: Cluster, leader: Node, key: str, new: Any) -> None:
+    """The others elect one and put ``key`` anew; from the moment when it wakes, the old leader tells no older value."""
+    one, two = cluster.others(leader)
+    leader.stop_worker()
+    try:
+        assert cluster_of(cluster, one, two)
+        one.pool.put(key, new, timeout=30)
+    finally:
+        leader.send(signal.SIGCONT)
+    for _ in range(20):
+        try:
+            assert np.array_equal(leader.pool.get(key, timeout=2), new)
+        except TYPED:
+            pass

@@ -562,8 +562,9 @@ class Pool:
         the quota, at once. Returns all quotas there are, as ``stat()["quotas"]``: prefix, limit_bytes, used_bytes.
 
         Counted in pages of 4 KiB from 32 KiB on, per replica, from the reservation on. Of other nodes a node knows what
-        they had about a second ago: by what several put in that time the sum may be over the limit. Kept by the leader
-        and its successors, whose memory it outlives no more than keys do. 16 prefixes of at most 256 bytes.
+        they had about a second ago: by what several put in that time the sum may be over the limit. With several nodes
+        it returns when all know of it, after about a second: whoever leads next keeps it, too, as long as keys are
+        kept. 16 prefixes of at most 256 bytes.
         """
         limit = 0 if nbytes is None else parse_bytes(nbytes)
         if nbytes is not None and limit <= 0:

@@ -261,6 +261,7 @@ void NodeServiceImpl::stand_down() {
   for (auto& [id, batch] : std::exchange(put_batches_, {})) batch.responder->fail(unknown);
   for (auto& [id, batch] : std::exchange(remove_batches_, {})) batch.responder->fail(unknown);
   for (auto& [id, lookup] : std::exchange(lookups_, {})) lookup.responder->fail(later);
+  for (QuotaSet& set : std::exchange(quota_sets_, {})) set.responder->fail(later);  // the next one is asked, too
   members_.clear();
   expected_until_.clear();
   unheeded_.clear();

@@ -91,6 +91,11 @@ class NodeServiceImpl final : public NodeService {
     bool joining = true;  // what it announces is on its way, and does not have what marks would change meanwhile
   };
 
+  struct QuotaSet {
+    std::set<NodeId> members;  // who do not know of it yet
+    ResponderPtr responder;
+  };
+
   struct Evacuation {
     NodeId node{};
     Evacuated result;
@@ -187,6 +192,8 @@ class NodeServiceImpl final : public NodeService {
   void on_announce(const rpc::SessionPtr&, AnnounceRequest, ResponderPtr);
   void on_quota(const rpc::SessionPtr&, QuotaCall, ResponderPtr);
   std::vector<Quota> quotas_without(const NodeId& node) const;
+  void knows_quotas(const NodeId& node, const std::vector<Quota>& known);
+  void tell_quota_sets();
   void share_quotas() { donor_->set_quotas(quotas_without(self_.id)); }
   void on_beat(const rpc::SessionPtr&, BeatRequest, ResponderPtr);
   void on_leave(const rpc::SessionPtr&, LeaveRequest, ResponderPtr);
@@ -314,6 +321,7 @@ class NodeServiceImpl final : public NodeService {
   Id128 lineage_{};
   std::set<NodeId> counting_;  // whose named objects count, as it is recorded or about to be; we too
   std::set<NodeId> leaving_;   // to be expelled once that is recorded
+  std::vector<QuotaSet> quota_sets_;
   uint64_t term_ = 0;
   int64_t renewed_ns_ = 0;                // in etcd
   std::set<NodeId> may_be_recorded_;      // as members: by the last record that etcd has, or may have

@@ -247,6 +247,7 @@ void NodeServiceImpl::on_beat(const rpc::SessionPtr& session, BeatRequest reques
   it->second.heard_ns = steady_ns();
   it->second.info.used_bytes = request.used_bytes;
   it->second.quotas = std::move(request.quotas);
+  knows_quotas(request.node, it->second.quotas);
   share_quotas();
   BeatAnswer answer;
   answer.quotas = quotas_without(request.node);
@@ -273,6 +274,7 @@ void NodeServiceImpl::expel(const NodeId& id, const char* why) {
     members_.erase(id);
     expected_until_.erase(id);
     home_->expel(id);
+    tell_quota_sets();
     next_view(0);
   });
 }

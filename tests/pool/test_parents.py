@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from processes import PoolEnv, eventually
 import torch_mooncake as tm
 
 MiB = 1 << 20
-
-
-@pytest.fixture
-def small(pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> Iterator[tm.Pool]:
-    """32 MiB of memory."""
-    monkeypatch.setenv("TM_MEMORY", "32MiB")
-    yield tm.init()
-    tm.close()
 
 
 def value(nbytes: int = MiB) -> torch.Tensor:

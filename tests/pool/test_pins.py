@@ -28,14 +28,6 @@ def value(i: int, nbytes: int = MiB) -> torch.Tensor:
 
 
 @pytest.fixture
-def small(pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> Iterator[tm.Pool]:
-    """32 MiB of memory."""
-    monkeypatch.setenv("TM_MEMORY", "32MiB")
-    yield tm.init()
-    tm.close()
-
-
-@pytest.fixture
 def with_ssd(pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> Iterator[tm.Pool]:
     """32 MiB of memory and 256 MiB of SSD."""
     folder = tempfile.mkdtemp(prefix="tm-test-ssd-", dir="/var/tmp")

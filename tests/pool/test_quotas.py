@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,14 +18,6 @@ from processes import PoolEnv, eventually
 import torch_mooncake as tm
 
 MiB = 1 << 20
-
-
-@pytest.fixture
-def small(pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> Iterator[tm.Pool]:
-    """32 MiB of memory."""
-    monkeypatch.setenv("TM_MEMORY", "32MiB")
-    yield tm.init()
-    tm.close()
 
 
 def value(nbytes: int = MiB) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from clusters import NAMES, TYPED, Cluster, Writers, cluster_of, value
+from clusters import NAMES, TYPED, Cluster, Writers, cluster_of, replace_while_stopped, value
 from etcd_server import Etcd
 from processes import PoolEnv, eventually
 
@@ -103,24 +103,13 @@ def test_a_members_worker_that_is_killed_meanwhile_comes_back(cluster: Cluster) 
 
 def test_a_leader_that_only_itself_cannot_reach_etcd_leads_on_until_it_is_stopped(cluster: Cluster) -> None:
     leader = cluster.leader()
-    one, two = cluster.others(leader)
     with Writers(cluster.living(), replicas=1) as writers:
         assert eventually(lambda: writers.done > 20)
         leader.cut_from_etcd()
         go_on_for(writers, LONG_S)
         assert cluster.leader() is leader
     leader.pool.put("k", value(1))  # on the leader
-    leader.stop_worker()
-    try:
-        assert cluster_of(cluster, one, two)
-        one.pool.put("k", value(2), timeout=30)
-    finally:
-        leader.send(signal.SIGCONT)
-    for _ in range(20):
-        try:
-            assert np.array_equal(leader.pool.get("k", timeout=1), value(2))
-        except TYPED:
-            pass
+    replace_while_stopped(cluster, leader, "k", value(2))
     leader.cut_from_etcd(False)
     assert cluster.becomes_whole(3)
     assert cluster.leader() is not leader

@@ -15,7 +15,7 @@ NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 PYTHON_DIRS = $(wildcard setup.py torch_mooncake tests examples benchmarks)
-PYTEST_ARGS ?= -m "not slow and not gpu and not netns and not network"
+FAST := -m "not slow and not gpu and not netns and not network"
 # These use all there is by themselves. Others wait for processes, timers and peers: two files at a time.
 ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
@@ -66,8 +66,12 @@ ctest: build
 	ctest --test-dir $(NATIVE) -j $(JOBS) --output-on-failure --no-tests=error
 
 pytest: build ctest $(STAMPS)/serve
-	$(PY) -m pytest $(PYTEST_ARGS) $(ALONE)
-	$(PY) -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
+ifdef PYTEST_ARGS
+	$(PY) -m pytest $(PYTEST_ARGS)
+else
+	$(PY) -m pytest $(FAST) $(ALONE)
+	$(PY) -m pytest $(FAST) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
+endif
 
 test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_SIZE=2)
 	WORLD_SIZE=$(or $(WORLD_SIZE),2) OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider tests/distributed/torch_suite.py

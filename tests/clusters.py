@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,7 +82,7 @@ class Node:
                     time.monotonic_ns() + 2_000_000_000, here=True
                 )["nodes"][0]
         except tm.Error:
-            return {"ready": False, "is_home": False}
+            return {}  # it does not answer
 
 
 class Cluster:
@@ -115,7 +116,9 @@ class Cluster:
         leaders: list[Node] = []
 
         def one() -> bool:
-            leaders[:] = [node for node in self.living() if node.here()["is_home"]]
+            leaders[:] = [node for node in self.living() if node.here().get("is_home")]
+            # One that has said so may have been replaced since. It has not if it says so after the other.
+            assert len(leaders) < 2 or not leaders[0].here().get("is_home"), "two nodes lead at once"
             return len(leaders) == 1
 
         assert eventually(one, 30)
@@ -129,17 +132,24 @@ class Cluster:
             if node._pool:
                 node._pool.close()
             for pid in node.pids():
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        started = [node for node in self.nodes.values() if node.process]
+        for node in started:
+            node.process.terminate()
+        late = []
+        for node in started:
+            try:
+                node.process.wait(20)
+            except subprocess.TimeoutExpired:
+                late.append(node.name)
+                for pid in node.pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                node.process.kill()
         for node in self.nodes.values():
-            if node.process:
-                node.process.terminate()
-        for node in self.nodes.values():
-            if node.process:
-                try:
-                    node.process.wait(20)
-                finally:
-                    node.process.kill()
             node.way.close()
+        assert not late, f"nodes that did not end: {late}"
 
 
 class Writers:

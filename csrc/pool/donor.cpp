@@ -151,18 +151,14 @@ Result<uint32_t> DonorImpl::find(ExtentRef extent) const {
 Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
   TM_TRY(check_request(request));
   if (request.nbytes > space_.limit_bytes()) return full(request.nbytes, "larger than the pool");
-  constexpr uint32_t kNew = UINT32_MAX;  // it has no number yet, and keeps its parent already
-  if (!request.parent.empty()) {
-    const KeyHash key = table_->key_hash(request.key), parent = table_->key_hash(request.parent);
-    if (families_.comes_before(key, parent))
-      return {Code::invalid_argument, "'" + request.parent + "' comes after '" + request.key + "', not before it"};
-    families_.add(kNew, key, parent);
-  }
+  if (request.parent.empty()) return reserve_extent(request);
+  const KeyHash key = table_->key_hash(request.key), parent = table_->key_hash(request.parent);
+  if (families_.comes_before(key, parent))
+    return {Code::invalid_argument, "'" + request.parent + "' comes after '" + request.key + "', not before it"};
+  families_.hold(parent);  // it is not evicted for its own child
   auto reserved = reserve_extent(request);
-  if (!request.parent.empty()) {
-    if (reserved.is_ok()) join_family(reserved->extent.index);
-    release_parents(families_.remove(kNew));
-  }
+  if (reserved.is_ok()) join_family(reserved->extent.index);
+  release_parents(families_.let_go(parent));
   return reserved;
 }
 
@@ -310,6 +306,7 @@ void DonorImpl::refresh(std::span<const ExtentRef> last_first) {
     if (!found.is_ok() || !lru_.contains(*found)) continue;
     lru_.refresh(*found, uses);
     save_uses(*found);
+    if (in_io(*found)) lru_.park(*found);
     uses = lru_.uses(*found);
   }
 }

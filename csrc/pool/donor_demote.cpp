@@ -132,7 +132,11 @@ void DonorImpl::demoted(uint64_t generation, uint32_t index, const DiskSpot& spo
   }
   set_at(t, spot);
   ++ssd_counts_.demotions;
-  if (lru_.contains(index) && lru_.parked(index)) set_clean(index);
+  if (!lru_.contains(index) || !lru_.parked(index)) return;
+  if (lru_.soft(index))
+    lru_.unpark(index);  // what is set aside goes before what is not pinned
+  else
+    set_clean(index);
 }
 
 void DonorImpl::set_clean(uint32_t index) {

@@ -72,7 +72,7 @@ void DonorImpl::place(uint64_t generation, std::shared_ptr<ssd::Loaded> loaded) 
   request.label = r.label;
   auto reserved = reserve(request);
   if (!reserved.is_ok()) {
-    if (reserved.status().code() != Code::pool_full) return fire(t, reserved.status());
+    if (reserved.status().code() != Code::pool_full || over_quota(reserved.status())) return fire(t, reserved.status());
     waiting_bytes_ += r.nbytes;
     waiting_promotions_.push_back({generation, std::move(loaded), steady_ns() + kRoomNs});
     return;

@@ -73,7 +73,9 @@ void DonorImpl::set_quotas(const std::vector<Quota>& quotas) {
     take_off_clean(i);
     lru_.remove(i);
     lru_.restore(i, footprint(i), uses, last_use, soft, counted(i));
+    if (in_io(i)) lru_.park(i);
   }
+  clean_.clear();  // by groups that have other numbers now
 }
 
 // Others of the prefix go until this one is within its quota.

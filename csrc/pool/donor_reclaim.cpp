@@ -129,6 +129,7 @@ Status DonorImpl::make_room(uint64_t nbytes) {
                                          : "what may be evicted is not enough: " + std::to_string(kept_bytes_) +
                                                " bytes are pinned hard");
 
+  uint64_t gone = 0;  // on suspicion
   while (!space_.fits(nbytes)) {
     const uint64_t free = space_.free_bytes();
     std::vector<uint32_t> victims;
@@ -146,7 +147,10 @@ Status DonorImpl::make_room(uint64_t nbytes) {
       }
       if (waits) return being_written(nbytes);
     }
-    if (victims.empty() && !families_.empty()) victims = pick_victims(nbytes, 1);  // perhaps their last children
+    if (victims.empty() && !families_.empty() && gone < want) {  // perhaps the last children of what is beside a run
+      victims = pick_victims(nbytes, 1);
+      for (uint32_t i : victims) gone += footprint(i);
+    }
     if (victims.empty()) return full(nbytes, "what is free is in too many pieces between pinned extents");
     evict(victims);
   }
@@ -159,6 +163,13 @@ Status DonorImpl::make_room(uint64_t nbytes) {
 std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit, uint8_t for_group) {
   std::vector<uint32_t> victims;
   uint64_t sum = 0;
+  const auto coming = [&] {
+    if (for_group == 0) return demoting_bytes();
+    uint64_t bytes = 0;
+    for (const auto& [i, generation] : in_io_)
+      if (counted(i) == for_group) bytes += footprint(i);
+    return bytes;
+  };
   do {
     const auto victim = next_victim(for_group);
     if (!victim) break;
@@ -171,8 +182,7 @@ std::vector<uint32_t> DonorImpl::pick_victims(uint64_t nbytes, uint64_t deficit,
       continue;
     }
     // Room that is being made already is not made twice.
-    if ((!droppable_now(*victim) || lru_.soft(*victim)) && sum + demoting_bytes() >= std::max<uint64_t>(deficit, 1))
-      break;
+    if ((!droppable_now(*victim) || lru_.soft(*victim)) && sum + coming() >= std::max<uint64_t>(deficit, 1)) break;
     const Fate what = fate(*victim);
     if (what == Fate::later) break;
     if (what == Fate::wait) {

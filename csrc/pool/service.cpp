@@ -194,6 +194,7 @@ void NodeServiceImpl::on_detach(const rpc::SessionPtr& session, DetachRequest re
 // A connection that ends proves nothing about a process that has the memory mapped: the donor asks the kernel. For one
 // that has not, no byte can land any more once its lanes' threads have left their last recv(): by the next tick.
 void NodeServiceImpl::session_closed(rpc::Session* raw) {
+  still_leads();
   for (auto it = clients_.begin(); it != clients_.end();) {
     const auto session = it->second.session.lock();
     if (session && session.get() != raw) {

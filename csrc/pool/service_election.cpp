@@ -18,7 +18,8 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr int64_t kReturnMs = 2000;  // the leader before us has fenced itself; it may come back as a member
+// The leader before us has fenced itself, and may come back as a member, once etcd has answered what it is asking.
+constexpr int64_t kReturnMs = 2 * kAskMs + kBeatMs;
 
 }  // namespace
 
@@ -173,7 +174,8 @@ Status NodeServiceImpl::note_view() {
   if (noted.code() == Code::key_not_found) return noted;
   term_noted_ |= noted.is_ok();
   strand_.run_and_wait([&] {
-    if (noted.is_ok()) may_be_recorded_ = {view.members.begin(), view.members.end()};
+    still_leads();
+    if (noted.is_ok()) recorded_ = may_be_recorded_ = {view.members.begin(), view.members.end()};
     while (noted.is_ok() && leader_ && !unnoted_.empty() && unnoted_.front().first <= up_to) {
       auto apply = std::move(unnoted_.front().second);
       unnoted_.pop_front();
@@ -207,7 +209,7 @@ void NodeServiceImpl::begin_to_lead(const Election::Won& won, const LastView& la
   leader_session_.reset();
   seed_ = random_u64();
   lineage_ = last.lineage;
-  counting_ = may_be_recorded_ = {last.members.begin(), last.members.end()};
+  counting_ = recorded_ = may_be_recorded_ = {last.members.begin(), last.members.end()};
   vouched_ns_.clear();
   vouched_until_ns_ = 0;
   term_ = won.term;

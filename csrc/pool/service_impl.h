@@ -88,7 +88,11 @@ class NodeServiceImpl final : public NodeService {
     std::vector<Announced> incoming;
     std::vector<Quota> quotas;  // as in its last beat
     bool announced = false;
-    bool joining = true;  // what it announces is on its way, and does not have what marks would change meanwhile
+    // What it announces is on its way: it does not have what marks would change meanwhile, nor what it reports then.
+    bool joining = true;
+    uint64_t joins = 0;
+    std::vector<EvictedExtent> evicted;
+    std::vector<TierChange> moved;
   };
 
   struct QuotaSet {
@@ -324,6 +328,7 @@ class NodeServiceImpl final : public NodeService {
   std::vector<QuotaSet> quota_sets_;
   uint64_t term_ = 0;
   int64_t renewed_ns_ = 0;                // in etcd
+  std::set<NodeId> recorded_;             // by the last record that we know of
   std::set<NodeId> may_be_recorded_;      // as members: by the last record that etcd has, or may have
   std::map<NodeId, int64_t> vouched_ns_;  // when we asked, of those who vouched
   int64_t vouched_until_ns_ = 0;

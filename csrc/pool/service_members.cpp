@@ -158,8 +158,11 @@ void NodeServiceImpl::pump() {
 }
 
 void NodeServiceImpl::on_evicted(const rpc::SessionPtr&, EvictedReport report, ResponderPtr responder) {
-  if (leader_ && members_.count(report.node))
+  if (const auto member = members_.find(report.node); leader_ && member != members_.end()) {
     for (const EvictedExtent& e : report.extents) home_->evicted(report.node, e.key, e.extent);
+    if (member->second.joining)
+      member->second.evicted.insert(member->second.evicted.end(), report.extents.begin(), report.extents.end());
+  }
   responder->ok();
 }
 
@@ -199,9 +202,12 @@ void NodeServiceImpl::on_join(const rpc::SessionPtr& session, JoinRequest reques
   const bool was_in = known != members_.end() && member.announced;
   member.info = request.node;
   member.session = session;
-  member.heard_ns = steady_ns();
+  if (known == members_.end() || !member.joining) member.heard_ns = steady_ns();  // who only joins is not heard
   member.incoming.clear();
+  member.evicted.clear();
+  member.moved.clear();
   member.joining = true;
+  ++member.joins;
   going_.erase(request.node.id);
   if (request.view >= home_->view()) next_view(request.view + 1);
   JoinAnswer answer;
@@ -223,20 +229,27 @@ void NodeServiceImpl::on_announce(const rpc::SessionPtr& session, AnnounceReques
   std::move(request.extents.begin(), request.extents.end(), std::back_inserter(member.incoming));
   member.heard_ns = steady_ns();
   if (!request.last) return responder->ok(encode(make_view()));
-  auto admit = [this, session, id = request.node, responder] {
+  auto admit = [this, session, id = request.node, joins = member.joins, responder] {
     const auto joined = members_.find(id);
     if (joined == members_.end() && counting_.erase(id)) ask_to_note();
-    if (joined == members_.end() || joined->second.session != session)
+    if (joined == members_.end() || joined->second.session != session || joined->second.joins != joins ||
+        !joined->second.joining)  // it has joined anew while this waited, and announces all anew
       return responder->fail({Code::key_not_found, "this node has not joined"});
+    Member& member = joined->second;
     expected_until_.erase(id);
-    joined->second.announced = true;
-    joined->second.joining = false;
-    home_->announce(id, std::exchange(joined->second.incoming, {}));
+    member.announced = true;
+    member.joining = false;
+    // Decided anew by what it announces; an old pin would undo one that comes now.
+    std::erase_if(unheeded_, [&](const SendMark& s) { return s.node == id && s.mark.what != Mark::What::finalize; });
+    home_->announce(id, std::exchange(member.incoming, {}));
+    for (const TierChange& c : std::exchange(member.moved, {})) home_->moved(id, c.key, c.extent, c.tier);
+    for (const EvictedExtent& e : std::exchange(member.evicted, {})) home_->evicted(id, e.key, e.extent);
     retry_copies();  // it may have the room
     next_view(0);
     responder->ok(encode(make_view()));
   };
-  const bool recorded = !counting_.insert(request.node).second && unnoted_.empty();
+  const bool recorded =
+      !counting_.insert(request.node).second && (unnoted_.empty() || recorded_.count(request.node) != 0);
   recorded ? admit() : when_noted(std::move(admit));
 }
 

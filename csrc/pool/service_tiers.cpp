@@ -59,8 +59,11 @@ void NodeServiceImpl::disk_done() {
 }
 
 void NodeServiceImpl::on_tiers(const rpc::SessionPtr&, TierReport report, ResponderPtr responder) {
-  if (leader_ && members_.count(report.node))
+  if (const auto member = members_.find(report.node); leader_ && member != members_.end()) {
     for (const TierChange& c : report.extents) home_->moved(report.node, c.key, c.extent, c.tier);
+    if (member->second.joining)
+      member->second.moved.insert(member->second.moved.end(), report.extents.begin(), report.extents.end());
+  }
   responder->ok();
 }
 

@@ -78,6 +78,7 @@ void NodeServiceImpl::lead_by_vouches() {
     if (vouched == vouched_ns_.end()) return;
     all_ns = std::min(all_ns, vouched->second);
   }
+  if (all_ns + kVouchMs * kMsNs <= steady_ns()) return;  // of an earlier silence
   const int64_t end_ns = renewed_ns_ + options_.bridge_ms * kMsNs;
   vouched_until_ns_ = std::min(all_ns + kVouchMs * kMsNs, end_ns);
   lead_until(vouched_until_ns_, std::min(all_ns, end_ns - kLeaseMs * kMsNs));

@@ -310,11 +310,12 @@ Status EngineImpl::deregister(const RegionPtr& region, Deadline deadline) {
   };
   auto drain = std::make_shared<Drain>();
   auto caller = pthread_self();
-  impl->usage().revoke([drain, impl, regions = regions_, callbacks = callbacks_, caller] {
+  const bool on_callbacks = callbacks_->in_thread();  // which cannot wait for itself
+  impl->usage().revoke([drain, impl, regions = regions_, callbacks = callbacks_, caller, on_callbacks] {
     auto keep = regions->forget(impl);
     // The user's reference: dropped here if this is the user's thread, never on one for I/O.
     const bool here = !drain->deferred && pthread_equal(pthread_self(), caller);
-    if (impl->kind() == MemoryKind::cuda && !(here && keep) && !callbacks->in_thread()) {
+    if (impl->kind() == MemoryKind::cuda && !(here && keep) && !on_callbacks) {
       // With it go pins and mappings of device memory, which may be freed when we return.
       return callbacks->post([keep = std::move(keep), drain]() mutable {
         keep = nullptr;

@@ -176,8 +176,10 @@ Result<OpenedRegion> PeerImpl::ask_to_open(Descriptor descriptor, Deadline deadl
   ByteWriter request;
   request.put(descriptor.region).put(descriptor.generation).put(std::string_view(descriptor.label));
   auto give_back = [weak = std::weak_ptr(session_)](rpc::Message late) {
-    auto grant = ByteReader(late.body).get<uint32_t>();
-    if (auto session = weak.lock()) (void)session->post(kCloseGrant, ByteWriter().put(grant).take());
+    ByteReader in(late.body);
+    auto grant = in.get<uint32_t>();
+    if (auto session = weak.lock(); session && in.ok())
+      (void)session->post(kCloseGrant, ByteWriter().put(grant).take());
   };
   TM_ASSIGN(auto answer, session_->call_sync(kOpen, request.take(), deadline, {}, give_back));
   ByteReader in(answer.body);

@@ -149,6 +149,31 @@ TEST_CASE("what was put after a parent keeps it: a parent never goes before its 
   }
 }
 
+TEST_CASE("of several versions of a child, each keeps its parent; one that is given up takes no other with it") {
+  auto donor = make_donor(4 * MiB);
+  const auto child = [&](const std::string& key, const std::string& parent, uint64_t nbytes = 100) {
+    ReserveRequest request;
+    request.txn = random_id();
+    request.key = key;
+    request.parent = parent;
+    request.nbytes = nbytes;
+    auto r = donor->reserve(request);
+    return std::pair(request.txn, r);
+  };
+  put(*donor, "a", 100);
+  const auto [first, stored] = child("b", "a");
+  REQUIRE(donor->commit(stored->extent, {1, 7}, {}).is_ok());
+  const auto [second, other] = child("b", "a");  // replaces it, and is given up
+  REQUIRE(other.is_ok());
+  donor->drop_txn(second);
+  CHECK(child("b", "a", 5 * MiB).second.status().code() == Code::pool_full);  // and so is one that does not fit
+  CHECK(child("a", "b").second.status().code() == Code::invalid_argument);    // the stored one still comes after a
+  REQUIRE(donor->supersede(stored->extent).is_ok());
+  REQUIRE(donor->free(stored->extent).is_ok());
+  check(*donor);
+  CHECK(child("a", "b").second.is_ok());
+}
+
 TEST_CASE("nobody comes after himself") {
   auto donor = make_donor(4 * MiB);
   const auto after = [&](const std::string& key, const std::string& parent) {

@@ -323,11 +323,12 @@ void RdmaEndpoint::deliver(uint32_t id, Later& later) {
     ++delivered_below_;
   }
   later.add([incoming, peer = peer_.shared_from_this()] {
-    auto deliver = [incoming, peer](const Status& there) {
+    auto deliver = [incoming, peer](const Status& there) mutable {
       if (!there) return incoming->responder.fail(there);
       peer->engine().notes()->push({peer->identity().engine, peer->identity().name, std::move(*incoming->text)});
       incoming->responder.ok();
-      peer->engine().callbacks()->post([peer] {});  // perhaps the last reference
+      auto callbacks = peer->engine().callbacks();
+      callbacks->post([incoming = std::move(incoming), peer = std::move(peer)] {});  // perhaps the last references
     };
     // Behind the data also for whoever works on a device.
     incoming->flush ? peer->engine().flush_nic_writes(deliver) : deliver({});

@@ -285,9 +285,9 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   if (part->unsettled_ == 0) part->op().quiescent(*part);
   later.add([part, outcome = part->outcome_, &engine = peer_.engine()] {
     if (!outcome || !part->flush_here_) return part->op().part_done(part, outcome);
-    engine.flush_nic_writes([part, callbacks = engine.callbacks()](const Status& flushed) {
+    engine.flush_nic_writes([part, callbacks = engine.callbacks()](const Status& flushed) mutable {
       part->op().part_done(part, flushed);
-      callbacks->post([part] {});  // perhaps the last reference
+      callbacks->post([part = std::move(part)] {});  // perhaps the last reference
     });
   });
 }

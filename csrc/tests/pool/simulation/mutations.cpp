@@ -152,12 +152,6 @@ void install(Mutation mutation, Cluster& cluster) {
         return true;
       };
       return;
-    case Mutation::vouch_forgotten:
-      network->tamper = [](Process*, uint16_t method, std::string&, rpc::Responder& responder, const Handle&) {
-        if (method == kVouch) responder.ok();
-        return method == kVouch;
-      };
-      return;
   }
 }
 

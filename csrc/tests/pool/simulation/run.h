@@ -30,12 +30,10 @@ enum class Mutation {
   ttl_forgotten,     // donors do not say in a rebuild what has a time to live
   eviction_untold,   // a donor does not tell the directory what it has evicted
   stale_kept,        // a node that was expelled keeps its named values, and what it should drop
-  vouch_forgotten,   // a member vouches for its leader, and follows another one at once
 };
 inline constexpr const char* kMutations[] = {
-    "none",          "supersede_lost",  "flip_early",    "commit_lost",      "word_unchecked",
-    "old_words",     "pins_ignored",    "fence_dropped", "writes_after_end", "consume_any",
-    "ttl_forgotten", "eviction_untold", "stale_kept",    "vouch_forgotten"};
+    "none",          "supersede_lost",   "flip_early",  "commit_lost",   "word_unchecked",  "old_words", "pins_ignored",
+    "fence_dropped", "writes_after_end", "consume_any", "ttl_forgotten", "eviction_untold", "stale_kept"};
 
 struct Outcome {
   std::string found;  // what is wrong; empty: nothing

@@ -267,7 +267,8 @@ void Home::start(const KeyHash& hash, Busy& busy, Op op) {
   if (op.what == Op::What::pin && exists) {
     op.version = existing.version();
     busy.op = std::move(op);
-    return start_pinning(hash, busy);
+    busy.phase = Phase::pinning;
+    return start_pinning(hash, busy, busy.op.pin);
   }
   if (op.what == Op::What::remove || op.what == Op::What::pin) {
     if (!exists || (op.only && existing.version() != *op.only)) {
@@ -345,8 +346,13 @@ void Home::step_over(const KeyHash& hash, Busy& busy) {
     }
     if (busy.outstanding != 0) return;
   }
+  const bool refused = busy.phase == Phase::pinning && !busy.failure.is_ok();
+  if (const Index::Ref e = entries_.find(hash); refused && e && e.version() == busy.op.version) {
+    busy.phase = Phase::unpinning;  // as before, wherever it was done
+    return start_pinning(hash, busy, e.pin());
+  }
   Candidates fallback;
-  if (busy.phase == Phase::pinning) {
+  if (busy.phase == Phase::pinning || busy.phase == Phase::unpinning) {
     join_pin(hash, busy);
   } else if (copied) {
     join_copy(hash, busy);
@@ -392,12 +398,10 @@ void Home::flip(const KeyHash& hash, Busy& busy) {
 
 // --- pins ---
 
-void Home::start_pinning(const KeyHash& hash, Busy& busy) {
-  busy.phase = Phase::pinning;
-  busy.failure = {};
+void Home::start_pinning(const KeyHash& hash, Busy& busy, Pin pin) {
   const IndexEntry entry = entries_.find(hash).entry();
   busy.outstanding = static_cast<uint32_t>(entry.spots.size());
-  for (const Spot& spot : entry.spots) send_pin(hash, spot.donor, spot.extent, busy.op.pin, true);
+  for (const Spot& spot : entry.spots) send_pin(hash, spot.donor, spot.extent, pin, true);
 }
 
 void Home::send_pin(const KeyHash& hash, uint32_t donor, ExtentRef extent, Pin pin, bool wait) {
@@ -413,8 +417,6 @@ void Home::join_pin(const KeyHash& hash, Busy& busy) {
     IndexEntry entry = existing.entry();
     entry.pin = busy.op.pin;
     entries_.set(hash, entry);
-  } else if (there) {  // as before, wherever it was done
-    for (const Spot& spot : existing.entry().spots) send_pin(hash, spot.donor, spot.extent, existing.pin(), false);
   }
   const Result<bool> result = busy.failure.is_ok() ? Result<bool>(there) : Result<bool>(busy.failure);
   for (RequestId request : busy.op.requests) actions_.emplace_back(RemoveDone{request, result});
@@ -508,7 +510,8 @@ void Home::resolve_mark(const KeyHash& hash, uint32_t donor, const Mark& mark, c
     }
     if (!status.is_ok()) busy.failure = status;
   }
-  if (mark.what == Mark::What::pin && !status.is_ok() && status.code() != Code::key_not_found) busy.failure = status;
+  const bool failed = !status.is_ok() && status.code() != Code::key_not_found;
+  if (busy.phase == Phase::pinning && failed) busy.failure = status;
   if (--busy.outstanding == 0) step_over(hash, busy);
 }
 

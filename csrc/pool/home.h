@@ -200,7 +200,7 @@ class TM_API Home {
     uint32_t replicas = 1;           // as it was put
     std::vector<Candidate> rest;     // repair: the versions below
   };
-  enum class Phase : uint8_t { idle, marking, superseding, aborting, pinning };
+  enum class Phase : uint8_t { idle, marking, superseding, aborting, pinning, unpinning };
   struct Busy {
     Phase phase = Phase::idle;
     Op op;
@@ -242,7 +242,7 @@ class TM_API Home {
   void start_marking(const KeyHash& hash, Busy& busy);
   void start_superseding(const KeyHash& hash, Busy& busy);
   void flip(const KeyHash& hash, Busy& busy);
-  void start_pinning(const KeyHash& hash, Busy& busy);
+  void start_pinning(const KeyHash& hash, Busy& busy, Pin pin);
   void join_pin(const KeyHash& hash, Busy& busy);
   void send_pin(const KeyHash& hash, uint32_t donor, ExtentRef extent, Pin pin, bool wait);
   void start_copy(const KeyHash& hash, Busy& busy, Op op);

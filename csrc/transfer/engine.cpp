@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <unordered_map>
 
@@ -276,17 +277,24 @@ Result<RegionPtr> EngineImpl::register_cuda(void* data, uint64_t nbytes, RegionO
                     std::move(options));
 }
 
-void EngineImpl::flush_nic_writes(std::function<void(const Status&)> done) {
-  static auto* worker = new Worker("tm-cuda-flush");
-  const uint64_t devices = flush_devices_;
+// One after the other, each on a thread of its own: a device that hangs holds up those ops alone that wait for it.
+static void flush_devices(uint64_t devices, std::function<void(const Status&)> done) {
+  static auto* workers = [] {
+    auto* all = new std::array<std::unique_ptr<Worker>, 64>;
+    for (auto& worker : *all) worker = std::make_unique<Worker>("tm-cuda-flush");
+    return all;
+  }();
   if (devices == 0) return done({});
-  worker->post([devices, done = std::move(done)] {
+  const int device = std::countr_zero(devices);
+  (*workers)[static_cast<size_t>(device)]->post([=, done = std::move(done)]() mutable {
     auto driver = CudaDriver::get();
-    Status status = driver.status();
-    for (uint64_t left = devices; status && left != 0; left &= left - 1)
-      status = (*driver)->flush_nic_writes(std::countr_zero(left));
-    done(status);
+    const Status status = driver ? (*driver)->flush_nic_writes(device) : driver.status();
+    status ? flush_devices(devices & (devices - 1), std::move(done)) : done(status);
   });
+}
+
+void EngineImpl::flush_nic_writes(std::function<void(const Status&)> done) {
+  flush_devices(flush_devices_, std::move(done));
 }
 
 void EngineImpl::revoke_mapped(const RegionImplPtr& region) {

@@ -295,8 +295,25 @@ TEST_CASE("a pin waits for a donor that is silent, and is taken back where one r
     REQUIRE(t.kept.size() == 1);
     t.home.mark_done(t.kept[0].id, {Code::pool_full, "no room to bring it back"});
     t.kept.clear();
+    t.home.pin(t.next + 1, "k", Pin::soft, INT64_MAX);
+    t.pump();
+    CHECK(!t.done.count(t.next));  // nobody is told, nor is the next pin sent, before it is taken back
+    REQUIRE(t.kept.size() == 1);
+    CHECK(t.kept[0].mark.pin == Pin::none);
+    SUBCASE("and takes it back") { t.held = -1, t.home.mark_done(std::exchange(t.kept, {})[0].id, {}); }
+    SUBCASE("and is expelled") { t.held = -1, t.home.expel(node(1)); }
+    t.pump();
+    CHECK(t.done.at(t.next).code() == Code::pool_full);
+    CHECK(t.done.at(t.next + 1).is_ok());
+    CHECK(t.home.find("k").pin == Pin::soft);
+    CHECK(t.donors[0].extents.begin()->second.a.pin == Pin::soft);
+    return;
+  }
+  SUBCASE("it has no room, and nobody pins it after that") {
+    t.home.mark_done(std::exchange(t.kept, {}).at(0).id, {Code::pool_full, "no room to bring it back"});
     t.held = -1;
     t.pump();
+    t.let_go();
     CHECK(t.done.at(t.next).code() == Code::pool_full);
     CHECK(t.home.find("k").pin == Pin::none);
     CHECK(t.donors[0].extents.begin()->second.a.pin == Pin::none);

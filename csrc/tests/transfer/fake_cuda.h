@@ -50,7 +50,7 @@ class FakeCuda final : public transfer::CudaDriver {
   std::atomic<int> mappings_alive{0}, mappings_made{0};
   std::atomic<int> unmapped_elsewhere{0};  // than on the thread that may wait for the device
   // What NICs write arrives at once, or when it is flushed.
-  std::atomic<bool> no_dmabuf{false}, ordered{true}, fail_flushes{false};
+  std::atomic<bool> no_dmabuf{false}, ordered{true}, fail_flushes{false}, hang_flushes{false};
   std::atomic<int> dmabufs_made{0}, flushes{0};
 
   // One allocation as by cudaMalloc; or many parts side by side, each mapped from a handle, as expandable segments are.
@@ -153,6 +153,7 @@ class FakeCuda final : public transfer::CudaDriver {
   }
   bool orders_nic_writes(int) override { return ordered; }
   Status flush_nic_writes(int) override {
+    while (hang_flushes) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     std::lock_guard lock(mutex_);
     if (fail_flushes) return {Code::io, "cuFlushGPUDirectRDMAWrites: an illegal memory access was encountered"};
     for (auto& [to, bytes] : held_back_) std::memcpy(to, bytes.data(), bytes.size());

@@ -20,7 +20,7 @@ struct Gpu {
     FakeDevice::takes_write = nullptr;
     FakeDevice::on_device = nullptr;
     FakeDevice::peer_memory = false;
-    cuda.no_dmabuf = cuda.fail_flushes = false;
+    cuda.no_dmabuf = cuda.fail_flushes = cuda.hang_flushes = false;
     cuda.ordered = true;
   }
   FakeCuda& cuda = FakeCuda::install();
@@ -188,6 +188,29 @@ TEST_CASE("a flush that fails is the op's error; no notification comes") {
   CHECK_FALSE(two.b->next_notification(Deadline::after_ms(50)).is_ok());
   gpu.cuda.fail_flushes = false;
   REQUIRE_OK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
+}
+
+TEST_CASE("a flush that does not return: reads and writes end at their deadline, or when they are cancelled") {
+  Gpu gpu;
+  gpu.cuda.ordered = false;
+  Two two;
+  auto device = gpu.cuda.allocate(kMiB), other = gpu.cuda.allocate(kMiB);
+  Memory host(Way::rdma, kMiB);
+  auto local = on_device(*two.a, device, kMiB);
+  auto from = two.open(host.register_in(*two.b)), to = two.open(on_device(*two.b, other, kMiB));
+  Memory source(Way::rdma, kMiB);
+  auto here = source.register_in(*two.a);
+  gpu.cuda.hang_flushes = true;
+  auto read = must(two.a->read({{local, 0, from, 0, kMiB}}, {.deadline = Deadline::after_ms(200)}));
+  auto write = must(two.a->write({{here, 0, to, 0, kMiB}}, {.deadline = Deadline::after_ms(200)}));
+  auto cancelled = must(two.a->read({{local, 0, from, 0, kMiB}}, {.deadline = soon()}));
+  CHECK(read->wait(soon()).code() == Code::deadline_exceeded);
+  CHECK(write->wait(soon()).code() == Code::deadline_exceeded);
+  cancelled->cancel();
+  CHECK(cancelled->wait(soon()).code() == Code::cancelled);
+  gpu.cuda.hang_flushes = false;
+  REQUIRE_OK(must(two.a->read({{local, 0, from, 0, kMiB}}, {.deadline = soon()}))->wait());
+  CHECK(std::memcmp(device.get(), host.data, kMiB) == 0);
 }
 
 TEST_CASE("deregistered device memory: its NICs are fenced before it is free") {

@@ -220,9 +220,10 @@ void RdmaEndpoint::slice_done(const RdmaPartPtr& part, uint32_t slice, Later& la
   }
 }
 
-// All bytes have arrived; those in device memory perhaps not yet for whoever works on the device. Its owner flushes
-// before it delivers a notification, or when it is asked.
+// All bytes have arrived; those in device memory perhaps not yet for whoever works on the device. Its owner flushes:
+// this side now, the peer before it delivers a notification, or when it is asked.
 void RdmaEndpoint::moved(const RdmaPartPtr& part, Later& later) {
+  if (part->flush_here_) return flush_here(part, later);
   if (!part->notify_.empty()) return begin_notify(part, later);
   if (!part->flush_there_) return end(part, later);
   part->flushing_ = true;
@@ -234,6 +235,25 @@ void RdmaEndpoint::moved(const RdmaPartPtr& part, Later& later) {
       part->outcome_ = answer.status();
       end(part, soon);
     });
+  });
+}
+
+void RdmaEndpoint::flush_here(const RdmaPartPtr& part, Later& later) {
+  part->flushing_ = true;
+  later.add([this, part, peer = peer_.shared_from_this()] {
+    auto flushed = [this, part, peer, callbacks = peer->engine().callbacks()](const Status& status) mutable {
+      {
+        Later soon;
+        std::lock_guard lock(mutex_);
+        if (!part->over_ && !part->stopped_) {
+          part->flushing_ = part->flush_here_ = false;
+          part->outcome_ = status;
+          status ? moved(part, soon) : end(part, soon);
+        }
+      }
+      callbacks->post([part = std::move(part), peer = std::move(peer)] {});  // perhaps the last references
+    };
+    peer->engine().flush_nic_writes(std::move(flushed));
   });
 }
 
@@ -283,13 +303,7 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
   if (part->unsettled_ == 0) part->op().quiescent(*part);
-  later.add([part, outcome = part->outcome_, &engine = peer_.engine()] {
-    if (!outcome || !part->flush_here_) return part->op().part_done(part, outcome);
-    engine.flush_nic_writes([part, callbacks = engine.callbacks()](const Status& flushed) mutable {
-      part->op().part_done(part, flushed);
-      callbacks->post([part = std::move(part)] {});  // perhaps the last reference
-    });
-  });
+  later.add([part, outcome = part->outcome_] { part->op().part_done(part, outcome); });
 }
 
 void RdmaEndpoint::session_over(const Status& why) {

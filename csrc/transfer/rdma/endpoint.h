@@ -86,6 +86,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   void moved(const RdmaPartPtr& part, Later& later);
   void begin_notify(const RdmaPartPtr& part, Later& later);
   void stop(const RdmaPartPtr& part, const Status& why, Later& later);
+  void flush_here(const RdmaPartPtr& part, Later& later);
   void end(const RdmaPartPtr& part, Later& later);
   void expire(const RdmaPartPtr& part);
   // The peer's requests.

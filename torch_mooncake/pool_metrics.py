@@ -29,6 +29,7 @@ _GAUGES = (
     ("prepared_bytes", "prepared_bytes", "Memory of objects that are being written."),
     ("limbo_bytes", "limbo_bytes", "Memory of what was freed and is still pinned or fenced."),
     ("fenced_bytes", "fenced_bytes", "Memory in limbo because its writer may still write."),
+    ("granted_bytes", "granted_bytes", "Memory that clients have in advance."),
     ("extents", "extents", "Objects' parts on this node."),
     ("pinned", "pinned_extents", "Extents that somebody reads in place."),
     ("soft_pinned_bytes", "soft_pinned_bytes", "Memory of keys that are evicted last."),

@@ -288,6 +288,7 @@ Status ClientImpl::stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats&
                          a.hard_pinned_bytes,
                          a.is_home,
                          a.fenced_bytes,
+                         a.granted_bytes,
                          act.starts,
                          act.clients,
                          act.waiting,
@@ -351,13 +352,27 @@ Result<PoolStats> ClientImpl::stat(Deadline deadline, bool here) {
 Status ClientImpl::drain(Deadline deadline) {
   TM_TRY(usable());
   TM_ASSIGN(auto node, local(deadline));
-  return node->call_empty(kDrain, encode(Empty{}), deadline);
+  // The question first, on the same connection: the node may be gone as soon as it has heard that it is to leave.
+  auto report = node->start_call(kDrained, encode(Empty{}), deadline);
+  const Status s = node->call_empty(kDrain, encode(Empty{}), deadline);
+  std::lock_guard lock(mutex_);
+  report_ = std::move(report);
+  return s;
 }
 
 Result<Drained> ClientImpl::drained(Deadline deadline) {
   TM_TRY(usable());
-  TM_ASSIGN(auto node, local(deadline));
-  TM_ASSIGN(Evacuated e, node->call<Evacuated>(kDrained, Empty{}, deadline));
+  std::optional<PendingCall> report;
+  {
+    std::lock_guard lock(mutex_);
+    report.swap(report_);
+  }
+  if (!report) {
+    TM_ASSIGN(auto node, local(deadline));
+    report = node->start_call(kDrained, encode(Empty{}), deadline);
+  }
+  TM_ASSIGN(const auto reply, report->wait());
+  TM_ASSIGN(Evacuated e, decode<Evacuated>(reply.body));
   return Drained{e.moved, e.moved_bytes, e.left, std::move(e.why)};
 }
 

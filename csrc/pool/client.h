@@ -123,7 +123,7 @@ struct PoolStats {
     uint64_t limit_bytes, used_bytes, limbo_bytes, prepared_bytes, extents, evictions, pinned;
     uint64_t soft_pinned_bytes, hard_pinned_bytes;
     bool is_home;
-    uint64_t fenced_bytes;
+    uint64_t fenced_bytes, granted_bytes;
     uint64_t starts, clients, waiting;  // of its worker, NodeActivity in messages.h
     uint64_t reservations, refusals;
     uint64_t lookups, misses, commits, removals;

@@ -117,6 +117,9 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   };
   Result<PutOutcome> put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
                               const PutOptions& options, Deadline deadline, bool* asked);
+  Result<PutOutcome> write_and_commit(std::vector<Replicated>& reserved, const PutHead& head,
+                                      std::span<const iovec> data, const PutOptions& options,
+                                      std::optional<Binding> binding, Deadline deadline, bool* asked);
   Result<std::vector<Replicated>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,
                                           const std::set<NodeId>& near, Deadline deadline);
   Result<std::set<NodeId>> nodes_of_parent(const PutOptions& options, Deadline deadline);
@@ -180,6 +183,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   LinkPtr local_;
   std::map<NodeId, LinkPtr> links_;
   std::shared_ptr<const View> view_ = std::make_shared<View>();
+  std::optional<PendingCall> report_;  // of a node that was told to leave
   LocationCache cache_;
   Turn connect_turn_;  // one connects, the others wait for it
   std::atomic<bool> closed_{false};

@@ -48,6 +48,7 @@ Result<LinkPtr> Link::open(const LinkOptions& options, const std::string& addres
   const int64_t before_ns = steady_ns();
   TM_ASSIGN(auto reply, link->session_->call_sync(kAttach, encode(request), deadline));
   TM_ASSIGN(link->attach_, decode<AttachAnswer>(reply.body));
+  link->grants_ = std::make_shared<Grants>(options.engine->rpc(), link->session_, link->attach_.session);
   link->same_clock_ = before_ns <= link->attach_.now_ns && link->attach_.now_ns <= steady_ns();
   if (link->attach_.mapped) {
     TM_TRY(link->adopt(std::move(reply.fds)));

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "pool/client.h"
+#include "pool/client_grants.h"
 #include "pool/messages.h"
 #include "pool/pin_slots.h"
 #include "transfer/engine.h"
@@ -84,6 +85,7 @@ class Link : public std::enable_shared_from_this<Link> {
   PendingCall start_call(Method method, std::string body, Deadline deadline) {
     return PendingCall::start(session_, method, std::move(body), deadline);
   }
+  Grants& grants() { return *grants_; }
   // Waits for nothing. If it does not arrive the session is over, which gives back everything.
   void give_back(std::vector<ExtentRef> extents);
   // The same of what may have been reserved for these transactions without our having been told where.
@@ -135,6 +137,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::shared_ptr<PinPage> pins_;
   std::vector<RemoteRegionPtr> regions_;  // table first
   bool same_clock_ = false;
+  std::shared_ptr<Grants> grants_;
   std::mutex touch_mutex_;
   std::vector<ExtentRef> touched_;
   int64_t touched_since_ns_ = 0;

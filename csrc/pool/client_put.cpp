@@ -144,7 +144,27 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   shape.meta = meta;
   shape.label = options.label;
   shape.parent = options.parent;
-  TM_ASSIGN(auto reserved, reserve(shape, options, *now, near, deadline));
+  // Room that is ours already, if what comes before may be there.
+  std::optional<ReserveAnswer> granted;
+  if (options.parts == 1 && options.replicas == 1 && !elsewhere) granted = here->grants().take(nbytes, next_txn(1));
+  if (granted) {
+    std::vector<Replicated> reserved{{here, std::move(*granted), true}};
+    Binding binding{here->session_id(), nbytes, h.kind, h.key, shape.meta, shape.label, shape.parent};
+    auto done = write_and_commit(reserved, h, data, options, std::move(binding), deadline, asked);
+    // Refused, so nothing has happened: the worker has another life, or there is no room for this key.
+    const Code code = done.status().code();
+    if (code != Code::key_not_found && code != Code::pool_full) return done;
+    *asked = false;
+  }
+  auto reserved = reserve(shape, options, *now, near, deadline);
+  if (!reserved.is_ok()) return reserved.status();
+  return write_and_commit(*reserved, h, data, options, {}, deadline, asked);
+}
+
+Result<PutOutcome> ClientImpl::write_and_commit(std::vector<Replicated>& reserved, const PutHead& h,
+                                                std::span<const iovec> data, const PutOptions& options,
+                                                std::optional<Binding> binding, Deadline deadline, bool* asked) {
+  TM_ASSIGN(auto home_link, home(deadline));
   Status s = failpoint("client.reserved");
   if (s.is_ok()) s = write_all(reserved, data, deadline);
   if (s.is_ok()) s = failpoint("client.written");
@@ -155,12 +175,13 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   }
   CommitCall call;
   call.head = h;
-  call.head.timeout_ms = head(*now, key, deadline).timeout_ms;
+  call.head.timeout_ms = timeout_ms(deadline);
   call.if_exists = options.if_exists;
   for (const Replicated& r : reserved) call.replicas.push_back({r.link->node(), r.place.extent});
   if (options.checksum) call.crc32c = checksum(data);
   call.ttl_ms = options.ttl_ms;
   call.pin = options.pin;
+  call.binding = std::move(binding);
   *asked = true;
   // The home says by the deadline which writer did not come.
   const bool waits = options.parts > 1 && !deadline.is_never();
@@ -253,6 +274,8 @@ Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCal
         return last;
       }
     }
+    // What is ours in advance may be what is missing.
+    if (reserved.size() < wanted && last.code() == Code::pool_full) here->grants().give_back();
     if (reserved.size() == wanted || (options.replicas_lenient && !reserved.empty())) return reserved;
     if (last.code() != Code::pool_full) break;
   }

@@ -27,6 +27,8 @@ int64_t expires_ns(const ExtentEntry& e) {
 
 Pin pin_of(const ExtentEntry& e) { return static_cast<Pin>(e.pin); }
 
+}  // namespace
+
 Status check_request(const ReserveRequest& r) {
   if (r.key.empty() || r.key.size() > kMaxKeyBytes)
     return {Code::invalid_argument,
@@ -38,8 +40,6 @@ Status check_request(const ReserveRequest& r) {
     return {Code::invalid_argument, "part " + std::to_string(r.part) + " of " + std::to_string(r.parts)};
   return {};
 }
-
-}  // namespace
 
 Result<std::unique_ptr<Donor>> Donor::create(DonorOptions options) {
   options.limit_bytes = options.limit_bytes / kPageBytes * kPageBytes;
@@ -104,7 +104,7 @@ Status DonorImpl::restore(const std::vector<HeldSegment>& held, uint32_t dropped
     claims.push_back({i, &placements.back()});
     // A changed word, or a state behind it, says that the extent was on its way out; so is a copy of what is no more.
     const bool stored = valid(i) && (state == ExtentState::committed || state == ExtentState::final);
-    const bool open = valid(i) && state == ExtentState::prepared && !e.promoted;
+    const bool open = valid(i) && state == ExtentState::prepared && !e.promoted && !record.key.empty();
     if (!open && !(stored && link_copy(i))) {
       if (valid(i)) table_->invalidate(i);
       table_->set_state(i, ExtentState::limbo);
@@ -151,15 +151,25 @@ Result<uint32_t> DonorImpl::find(ExtentRef extent) const {
 Result<Reservation> DonorImpl::reserve(const ReserveRequest& request) {
   TM_TRY(check_request(request));
   if (request.nbytes > space_.limit_bytes()) return full(request.nbytes, "larger than the pool");
-  if (request.parent.empty()) return reserve_extent(request);
+  Result<Reservation> reserved(Code::internal, "not reserved");
+  const auto placed = with_parent(request, [&]() -> Result<uint32_t> {
+    reserved = reserve_extent(request);
+    if (!reserved.is_ok()) return reserved.status();
+    return reserved->extent.index;
+  });
+  return placed.is_ok() ? std::move(reserved) : placed.status();
+}
+
+Result<uint32_t> DonorImpl::with_parent(const ReserveRequest& request, const std::function<Result<uint32_t>()>& place) {
+  if (request.parent.empty()) return place();
   const KeyHash key = table_->key_hash(request.key), parent = table_->key_hash(request.parent);
   if (families_.comes_before(key, parent))
     return {Code::invalid_argument, "'" + request.parent + "' comes after '" + request.key + "', not before it"};
   families_.hold(parent);  // it is not evicted for its own child
-  auto reserved = reserve_extent(request);
-  if (reserved.is_ok()) join_family(reserved->extent.index);
+  const auto placed = place();
+  if (placed.is_ok()) join_family(*placed);
   release_parents(families_.let_go(parent));
-  return reserved;
+  return placed;
 }
 
 Result<Reservation> DonorImpl::reserve_extent(const ReserveRequest& request) {
@@ -175,25 +185,32 @@ Result<Reservation> DonorImpl::reserve_extent(const ReserveRequest& request) {
     // The host has less memory than the limit says: make_room now works below the lower ceiling.
     if (taken.status().code() != Code::pool_full) return taken.status();
   }
-  Record record{request.txn, request.part,  request.parts, request.kind,  std::move(placement),
-                request.key, request.label, request.meta,  request.parent};
+  const Record record{request.txn, request.part,  request.parts, request.kind,  std::move(placement),
+                      request.key, request.label, request.meta,  request.parent};
+  auto reserved = add_extent(record, request.nbytes, request.writer, true);
+  if (!reserved.is_ok()) return reserved;
+  open_[request.txn].push_back(reserved->extent.index);
+  count(reserved->extent.index);
+  return reserved;
+}
+
+Result<Reservation> DonorImpl::add_extent(const Record& record, uint64_t nbytes, SessionId writer, bool may_evict) {
   auto added = table_->add(record);
-  while (!added.is_ok() && added.status().code() == Code::pool_full && evict_one()) added = table_->add(record);
+  while (!added.is_ok() && added.status().code() == Code::pool_full && may_evict && evict_one())
+    added = table_->add(record);
   if (!added.is_ok()) {
     space_.free(record.placement);
     return added.status();
   }
   const uint32_t index = *added;
-  auto generation = table_->publish(index, request.nbytes, request.writer, ExtentState::prepared);
+  auto generation = table_->publish(index, nbytes, writer, ExtentState::prepared);
   if (!generation.is_ok()) {
     table_->remove(index);
     space_.free(record.placement);
     return generation.status();
   }
-  if (request.writer != 0) sessions_.try_emplace(request.writer);
-  open_[request.txn].push_back(index);
-  count(index);
-  return Reservation{{index, *generation}, std::move(record.placement.pieces)};
+  if (writer != 0) sessions_.try_emplace(writer);
+  return Reservation{{index, *generation}, record.placement.pieces};
 }
 
 void DonorImpl::join_family(uint32_t index) {
@@ -208,6 +225,10 @@ void DonorImpl::release_parents(const std::vector<uint32_t>& parents) {
 }
 
 void DonorImpl::close_prepared(uint32_t index) {
+  if (grants_.erase(index)) {
+    granted_bytes_ -= footprint(index);
+    return;
+  }
   const auto txn = open_.find(table_->record(index).txn);
   std::erase(txn->second, index);
   if (txn->second.empty()) open_.erase(txn);

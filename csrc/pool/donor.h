@@ -123,6 +123,7 @@ struct Announcement {  // what a donor tells a (new) home about one extent
 };
 struct DonorStats {
   uint64_t limit_bytes = 0, allocated_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
+  uint64_t granted_bytes = 0;  // in advance: not in used_bytes, nor in extents
   uint64_t extents = 0, limbo_extents = 0, prepared_extents = 0, pinned_extents = 0, evictions = 0;
   uint64_t soft_pinned_bytes = 0, hard_pinned_bytes = 0;
   SsdStats ssd;
@@ -148,6 +149,11 @@ class TM_API Donor {
   // least valuable first; `evicted` reports them so that the home forgets them. invalid_argument: its parent comes
   // after it.
   virtual Result<Reservation> reserve(const ReserveRequest& request) = 0;
+  // Room in advance: an extent that `writer` fills before it says for what. Of what is free, and a sixteenth of the
+  // memory in all, else pool_full. It ends as a reservation does, by give_back(), abandon() or the session's end.
+  virtual Result<Reservation> grant(uint64_t nbytes, SessionId writer, const TxnId& txn) = 0;
+  // Makes of a grant what reserve() would have reserved; told twice it is ok. key_not_found: it is none (any more).
+  virtual Status bind(ExtentRef extent, const ReserveRequest& request) = 0;
   // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair, as is how
   // many replicas there should be.
   virtual Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms = 0,

@@ -19,7 +19,7 @@ Status DonorImpl::check() const {
   };
   std::vector<Run> runs;
   std::vector<uint64_t> in_quotas(quotas_.size());
-  uint64_t used = 0, kept_bytes = 0;
+  uint64_t used = 0, kept_bytes = 0, granted = 0;
   size_t evictable = 0, prepared = 0, limbo = 0, children = 0;
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
@@ -51,7 +51,10 @@ Status DonorImpl::check() const {
     if (valid(i) != (ready || state == ExtentState::prepared)) return wrong(i, "generation word and state disagree");
     if (ready && table_->at(i).writer != 0) return wrong(i, "committed, but has a writer");
     evictable += ready && !kept;
-    if (state == ExtentState::prepared) {
+    if (grants_.count(i)) {
+      if (state != ExtentState::prepared || !record.key.empty()) return wrong(i, "granted, but somebody's object");
+      granted += footprint(i);
+    } else if (state == ExtentState::prepared) {
       const auto txn = open_.find(record.txn);
       if (txn == open_.end() || std::count(txn->second.begin(), txn->second.end(), i) != 1)
         return wrong(i, "prepared, but in no transaction");
@@ -71,6 +74,7 @@ Status DonorImpl::check() const {
   size_t open = 0;
   for (const auto& [txn, extents] : open_) open += extents.size();
   if (open != prepared) return {Code::corrupt, "donor: a transaction has extents that are not prepared"};
+  if (granted != granted_bytes_) return {Code::corrupt, "donor: grants do not add up"};
   if (limbo_.size() != limbo) return {Code::corrupt, "donor: limbo has extents that are elsewhere"};
   for (size_t g = 0; g < quotas_.size(); ++g)
     if (in_quotas[g] != quotas_[g].used_here) return {Code::corrupt, "donor: a quota does not add up"};

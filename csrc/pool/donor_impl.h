@@ -1,10 +1,11 @@
 // The one implementation of Donor: ExtentTable (what is where, crash-proof) + Allocator (whose bytes) + Turnover (what
 // goes first) + slot pages (who still reads) + SSD stores. donor.cpp has life cycle and verbs, donor_reclaim.cpp
 // everything that takes memory back, donor_tiers.cpp what is on SSDs, donor_demote.cpp and donor_promote.cpp the ways
-// there and back, donor_check.cpp the invariants.
+// there and back, donor_grants.cpp room in advance, donor_quotas.cpp limits, donor_check.cpp the invariants.
 #pragma once
 
 #include <map>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -16,6 +17,8 @@
 #include "pool/tiers.h"
 
 namespace torch_mooncake::pool {
+
+Status check_request(const ReserveRequest& request);
 
 class DonorImpl final : public Donor {
  public:
@@ -31,6 +34,8 @@ class DonorImpl final : public Donor {
   void on_held_changed(std::function<void(const HeldSegment&, bool)> fn) override { held_changed_ = std::move(fn); }
 
   Result<Reservation> reserve(const ReserveRequest& request) override;
+  Result<Reservation> grant(uint64_t nbytes, SessionId writer, const TxnId& txn) override;
+  Status bind(ExtentRef extent, const ReserveRequest& request) override;
   Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms, int64_t now_ns,
                 uint32_t replicas, Pin pin) override;
   void set_pin(ExtentRef extent, Pin pin, Done done) override;
@@ -93,6 +98,10 @@ class DonorImpl final : public Donor {
   void save_uses(uint32_t index);
   void close_prepared(uint32_t index);
   Result<Reservation> reserve_extent(const ReserveRequest& request);
+  // An extent, PREPARED, of the record; if that fails its placement is free again.
+  Result<Reservation> add_extent(const Record& record, uint64_t nbytes, SessionId writer, bool may_evict);
+  // `place` gives the extent, which then keeps its parent, which is not evicted meanwhile.
+  Result<uint32_t> with_parent(const ReserveRequest& request, const std::function<Result<uint32_t>()>& place);
 
   // Reclaim. A scan marks what is pinned: pinned(i) is about the last scan.
   void scan_pins() const;
@@ -178,6 +187,8 @@ class DonorImpl final : public Donor {
   Turnover lru_;
   std::map<SessionId, SessionState> sessions_;
   std::map<TxnId, std::vector<uint32_t>> open_;  // PREPARED extents by transaction
+  std::set<uint32_t> grants_;                    // PREPARED, for whatever their writers want
+  uint64_t granted_bytes_ = 0;
   std::vector<uint32_t> limbo_;
   Families families_;
   struct LiveQuota {

@@ -303,6 +303,8 @@ void DonorImpl::abandon(const TxnId& txn, SessionId session) {
   if (const auto it = open_.find(txn); it != open_.end())
     for (uint32_t i : it->second)
       if (let_go(i)) dropped.push_back(i);
+  for (uint32_t i : grants_)
+    if (table_->record(i).txn == txn && let_go(i)) dropped.push_back(i);
   bool fenced_no_more = false;  // dropped before: it was late
   for (uint32_t i : limbo_)
     if (table_->record(i).txn == txn && let_go(i)) fenced_no_more = true;
@@ -349,6 +351,8 @@ void DonorImpl::end_session(SessionId session) {
   for (const auto& [txn, extents] : open_)
     for (uint32_t i : extents)
       if (table_->at(i).writer == session) dropped.push_back(i);
+  for (uint32_t i : grants_)
+    if (table_->at(i).writer == session) dropped.push_back(i);
   if (!dropped.empty()) retire(dropped);
   sweep_limbo();
   if (slots.segment && held_changed_) held_changed_(slots, false);
@@ -415,8 +419,9 @@ DonorStats DonorImpl::stats() const {
   DonorStats s;
   s.limit_bytes = space_.limit_bytes();
   s.allocated_bytes = space_.size_bytes();
-  s.used_bytes = space_.used_bytes();
-  s.extents = table_->live();
+  s.used_bytes = space_.used_bytes() - granted_bytes_;
+  s.granted_bytes = granted_bytes_;
+  s.extents = table_->live() - grants_.size();
   for (uint32_t i : limbo_) {
     s.limbo_bytes += footprint(i);
     if (fenced(i)) s.fenced_bytes += footprint(i);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 
 #include "common/crc32c.h"
@@ -149,6 +150,17 @@ Result<uint32_t> ExtentTable::add(const Record& record) {
   } else if (const size_t end = kTableHeaderBytes + (size_t{index} + 1) * sizeof(ExtentEntry); end > table_->size()) {
     TM_TRY(table_->grow(std::min(table_->capacity(), table_->size() + kTableStep)));
   }
+  TM_TRY(write_record(index, record));
+  if (free_.empty()) {
+    header_->entries = index + 1;
+  } else {
+    free_.pop_back();
+  }
+  return index;
+}
+
+// Of an entry that is free, or becomes so while the fields change.
+Status ExtentTable::write_record(uint32_t index, const Record& record) {
   RecordHeader h{};
   h.magic = kRecordMagic;
   h.data_slab = record.placement.slab;
@@ -163,12 +175,6 @@ Result<uint32_t> ExtentTable::add(const Record& record) {
   h.kind = static_cast<uint8_t>(record.kind);
   TM_ASSIGN(Placement place, record_space_->allocate(record_nbytes(h), index, 1));
   h.record_slab = place.slab;
-  if (free_.empty()) {
-    header_->entries = index + 1;
-  } else {
-    free_.pop_back();
-  }
-
   std::byte* at = records_map_->data + place.pieces[0].offset;
   std::byte* out = at;
   auto append = [&](const void* data, size_t n) {
@@ -184,11 +190,12 @@ Result<uint32_t> ExtentTable::add(const Record& record) {
   reinterpret_cast<RecordHeader*>(at)->crc = crc32c(at + kCrcFrom, static_cast<size_t>(out - at) - kCrcFrom);
 
   ExtentEntry& e = entries_[index];
+  set_state(index, ExtentState::free);
   e.record_segment = 0;
   e.record_offset = place.pieces[0].offset;
   e.record_nbytes = static_cast<uint32_t>(place.pieces[0].nbytes);
   e.piece_count = h.pieces;
-  return index;
+  return {};
 }
 
 Result<uint64_t> ExtentTable::publish(uint32_t index, uint64_t nbytes, SessionId writer, ExtentState state) {
@@ -215,6 +222,21 @@ Result<uint64_t> ExtentTable::publish(uint32_t index, uint64_t nbytes, SessionId
   TM_TRY(failpoint("donor.publish.generation"));
   set_state(index, state);
   return generation;
+}
+
+Status ExtentTable::rebind(uint32_t index, const Record& record) {
+  TM_TRY(failpoint("donor.rebind"));
+  ExtentEntry& e = entries_[index];
+  const auto& h = *reinterpret_cast<const RecordHeader*>(records_map_->data + e.record_offset);
+  const Placement before{{{0, e.record_offset, e.record_nbytes}}, h.record_slab};
+  TM_TRY(write_record(index, record));
+  const KeyHash hash = key_hash(record.key);
+  e.key_hash[0] = hash[0];
+  e.key_hash[1] = hash[1];
+  if (!failpoint("donor.rebind.record")) std::abort();  // for tests that kill it here; there is no way back
+  set_state(index, ExtentState::prepared);
+  record_space_->free(before);
+  return {};
 }
 
 void ExtentTable::remove(uint32_t index) {

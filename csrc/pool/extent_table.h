@@ -54,6 +54,9 @@ class ExtentTable {
   Result<uint32_t> add(const Record& record);
   // Publishes: fields, generation (returned), state.
   Result<uint64_t> publish(uint32_t index, uint64_t nbytes, SessionId writer, ExtentState state);
+  // Another record, with the same placement, for an extent that is PREPARED, which is free in between: who dies then
+  // has lost it. On an error nothing has changed.
+  Status rebind(uint32_t index, const Record& record);
   // State free, record gone, index reusable. Also for an added, unpublished one.
   void remove(uint32_t index);
   // A new generation word: from now on no reader validates against the old one. No fence behind it.
@@ -84,6 +87,7 @@ class ExtentTable {
 
  private:
   ExtentTable() = default;
+  Status write_record(uint32_t index, const Record& record);
   Status map();
 
   std::shared_ptr<Segment> table_, records_;

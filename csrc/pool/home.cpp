@@ -160,6 +160,9 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
   if (call.head.view > view_)
     return refuse({Code::pool_unavailable, "this directory node knows view " + std::to_string(view_) +
                                                ", the request is of view " + std::to_string(call.head.view)});
+  if (call.binding && (call.head.parts != 1 || call.replicas.size() != 1 || call.binding->key != call.head.key ||
+                       call.binding->kind != call.head.kind))
+    return refuse({Code::invalid_argument, "what was granted becomes one object, of one replica and one writer"});
   std::vector<NewSpot> spots;
   for (const ReplicaRef& replica : call.replicas) {
     const auto index = donor_index(replica.node);
@@ -182,6 +185,7 @@ void Home::commit(RequestId request, const CommitCall& call, int64_t deadline_ns
     op.deadline_ns = deadline_ns;
     op.ttl_ms = call.ttl_ms;
     op.pin = call.pin;
+    if (call.binding) op.binding = std::make_shared<const Binding>(*call.binding);
     op.replicas = static_cast<uint32_t>(call.replicas.size());
     return enqueue(h, std::move(op));
   }
@@ -308,6 +312,7 @@ void Home::start_marking(const KeyHash& hash, Busy& busy) {
     mark.version = busy.op.version;
     mark.crc32c = spot.crc32c;
     mark.txn = busy.op.txn;
+    if (busy.op.binding) mark.binding = *busy.op.binding;
     mark.ttl_ms = busy.op.ttl_ms;
     mark.replicas = busy.op.replicas;
     mark.pin = busy.op.pin;

@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <span>
@@ -193,7 +194,8 @@ class TM_API Home {
     std::vector<NewSpot> spots;
     int64_t deadline_ns = INT64_MAX;
     Version version;
-    std::optional<Version> only;  // remove, expire
+    std::optional<Version> only;             // remove, expire
+    std::shared_ptr<const Binding> binding;  // put, of what was granted
     Pin pin = Pin::none;
     uint64_t ttl_ms = 0;             // put: from the flip on; 0: never
     int64_t expires_ns = INT64_MAX;  // repair

@@ -27,6 +27,7 @@ enum Method : uint16_t {
   kKeys,
   kStat,
   kTouch,
+  kGrant,
   kJoin = 220,
   kAnnounce,
   kBeat,
@@ -52,6 +53,7 @@ inline constexpr const char* kMonitorRole = "monitor";  // of sessions that do n
 inline constexpr uint64_t kInlineLimit = 16 * 1024;     // smaller values may ride inside the put
 inline constexpr size_t kMaxLabelBytes = 256;
 inline constexpr size_t kMaxBatch = 1 << 16;
+inline constexpr uint32_t kMaxGrants = 64;
 inline constexpr size_t kMaxNodes = 4096;
 inline constexpr size_t kMaxTextBytes = 4096;  // names, addresses, descriptors, error texts
 
@@ -191,6 +193,18 @@ struct LeaveRequest {
 
 // --- home to donor ---
 
+// What becomes of an extent that its writer had in advance.
+struct Binding {
+  SessionId writer = 0;  // at the donor
+  uint64_t nbytes = 0;
+  Kind kind = Kind::named;
+  std::string key, meta, label, parent;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(writer)(nbytes)(kind)(key, kMaxKeyBytes)(meta, kMaxMetaBytes)(label, kMaxLabelBytes)(parent, kMaxKeyBytes);
+  }
+};
+
 struct Mark {
   static constexpr const char* kName = "mark";
   enum class What : uint8_t { commit = 0, finalize, supersede, drop, pin };
@@ -198,16 +212,17 @@ struct Mark {
   uint64_t view = 0;
   uint32_t shard = 0;
   ExtentRef extent;
-  TxnId txn{};  // drop
+  TxnId txn{};  // commit, drop
   Version version;
   std::optional<uint32_t> crc32c;
   uint64_t ttl_ms = 0;    // commit: it expires so long after the mark; 0: never
   uint32_t replicas = 1;  // commit: as it was put
   bool copy = false;      // commit: of a replica that was made by the donor itself, which knows when it expires
   Pin pin = Pin::none;    // commit, pin
+  std::optional<Binding> binding{};  // commit
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms)(replicas)(copy)(pin);
+    ar(what)(view)(shard)(extent)(txn)(version)(crc32c)(ttl_ms)(replicas)(copy)(pin)(binding);
   }
 };
 constexpr auto last_value(Mark::What) { return Mark::What::pin; }
@@ -338,6 +353,27 @@ struct ReserveAnswer {
     ar(extent)(pieces, kMaxPieces);
   }
 };
+// Extents in advance, of one size: as many as there is room for, with a refusal if there is none.
+struct GrantCall {
+  static constexpr const char* kName = "grant";
+  SessionId session = 0;
+  TxnId txn{};
+  uint64_t nbytes = 0;
+  uint32_t count = 0;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(session)(txn)(nbytes)(count);
+    ar.require(count <= kMaxGrants);
+  }
+};
+struct GrantAnswer {
+  static constexpr const char* kName = "grant answer";
+  std::vector<ReserveAnswer> places;
+  template <typename Ar>
+  void fields(Ar& ar) {
+    ar(places, kMaxGrants);
+  }
+};
 struct GiveBackCall {
   static constexpr const char* kName = "give back";
   SessionId session = 0;
@@ -385,9 +421,10 @@ struct CommitCall {
   std::optional<uint32_t> crc32c;
   uint64_t ttl_ms = 0;  // 0: never
   Pin pin = Pin::none;
+  std::optional<Binding> binding;  // of the one replica, of one writer: it was granted, not reserved
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(head)(if_exists)(replicas, 64)(crc32c)(ttl_ms)(pin);
+    ar(head)(if_exists)(replicas, 64)(crc32c)(ttl_ms)(pin)(binding);
   }
 };
 struct CommitAnswer {
@@ -694,7 +731,7 @@ struct StatAnswer {
   static constexpr const char* kName = "stat answer";
   uint64_t view = 0, keys = 0;
   uint64_t limit_bytes = 0, used_bytes = 0, limbo_bytes = 0, prepared_bytes = 0, fenced_bytes = 0;
-  uint64_t extents = 0, pinned = 0, evictions = 0;
+  uint64_t granted_bytes = 0, extents = 0, pinned = 0, evictions = 0;
   uint64_t soft_pinned_bytes = 0, hard_pinned_bytes = 0;
   bool is_home = false;
   NodeActivity activity;
@@ -702,7 +739,7 @@ struct StatAnswer {
   template <typename Ar>
   void fields(Ar& ar) {
     ar(view)(keys)(
-        limit_bytes)(used_bytes)(limbo_bytes)(prepared_bytes)(fenced_bytes)(extents)(pinned)(evictions)(is_home);
+        limit_bytes)(used_bytes)(limbo_bytes)(prepared_bytes)(fenced_bytes)(granted_bytes)(extents)(pinned)(evictions)(is_home);
     ar(soft_pinned_bytes)(hard_pinned_bytes)(activity);
     ar(ssd.limit_bytes)(ssd.used_bytes)(ssd.records)(ssd.record_bytes)(ssd.demotions)(ssd.promotions)(ssd.dropped);
     ar(ssd.refused)(ssd.reclaimed)(ssd.errors)(ssd.corrupt)(ssd.out_of_service);

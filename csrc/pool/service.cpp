@@ -102,6 +102,7 @@ void NodeServiceImpl::register_methods() {
   method(kView, &NodeServiceImpl::on_view);
   method(kReserve, &NodeServiceImpl::on_reserve);
   method(kGiveBack, &NodeServiceImpl::on_give_back);
+  method(kGrant, &NodeServiceImpl::on_grant);
   method(kReserveMany, &NodeServiceImpl::on_reserve_many);
   method(kPutMany, &NodeServiceImpl::on_put_many);
   method(kBegin, &NodeServiceImpl::on_begin);

@@ -142,6 +142,7 @@ class NodeServiceImpl final : public NodeService {
 
   // service_put.cpp
   void on_reserve(const rpc::SessionPtr&, ReserveCall, ResponderPtr);
+  void on_grant(const rpc::SessionPtr&, GrantCall, ResponderPtr);
   void on_give_back(const rpc::SessionPtr&, GiveBackCall, ResponderPtr);
   void on_begin(const rpc::SessionPtr&, BeginCall, ResponderPtr);
   void on_commit(const rpc::SessionPtr&, CommitCall, ResponderPtr);
@@ -205,6 +206,7 @@ class NodeServiceImpl final : public NodeService {
   void on_evicted(const rpc::SessionPtr&, EvictedReport, ResponderPtr);
   void apply_mark(const Mark& mark, std::function<void(const Status&)> done);
   void send_mark(const SendMark& send);
+  Status bind(const Mark& mark);
   void repeat_marks();
   template <typename Report, typename Item>
   void tell_leader(Method method, const std::vector<Item>& items);

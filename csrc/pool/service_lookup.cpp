@@ -186,6 +186,7 @@ void NodeServiceImpl::on_stat(const rpc::SessionPtr&, Empty, ResponderPtr respon
   answer.limbo_bytes = stats.limbo_bytes;
   answer.prepared_bytes = stats.prepared_bytes;
   answer.fenced_bytes = stats.fenced_bytes;
+  answer.granted_bytes = stats.granted_bytes;
   answer.extents = stats.extents;
   answer.pinned = stats.pinned_extents;
   answer.evictions = stats.evictions;

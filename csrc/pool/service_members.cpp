@@ -16,6 +16,23 @@ constexpr size_t kReportItems = 8192;  // of one message: with the longest keys 
 
 // --- marks ---
 
+// The extent was granted, not reserved.
+Status NodeServiceImpl::bind(const Mark& mark) {
+  const Binding& b = *mark.binding;
+  ReserveRequest request;
+  request.txn = mark.txn;
+  request.key = b.key;
+  request.kind = b.kind;
+  request.nbytes = b.nbytes;
+  request.meta = b.meta;
+  request.label = b.label;
+  request.writer = b.writer;
+  request.parent = b.parent;
+  const Status bound = donor_->bind(mark.extent, request);
+  done_.reservations += bound.is_ok();
+  return bound;
+}
+
 // `done` at once, or, if the disk has to say so first, later on the strand.
 void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Status&)> done) {
   auto commit = [&]() -> Status {
@@ -24,6 +41,7 @@ void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Stat
     if (mark.copy) {
       TM_ASSIGN(ttl_ms, left_of_copy(mark));
     }
+    if (mark.binding) TM_TRY(bind(mark));
     TM_TRY(donor_->commit(mark.extent, mark.version, mark.crc32c, ttl_ms, steady_ns(), mark.replicas, mark.pin));
     reserved_until_.erase(mark.txn);
     copies_expire_.erase(mark.txn);

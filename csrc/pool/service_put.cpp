@@ -87,6 +87,24 @@ void NodeServiceImpl::retry_reservations() {
   }
 }
 
+// Who waits for room has it first.
+void NodeServiceImpl::on_grant(const rpc::SessionPtr& session, GrantCall call, ResponderPtr responder) {
+  if (const Status s = usable(); !s.is_ok()) return responder->fail(s);
+  const auto client = clients_.find(call.session);
+  if (client == clients_.end() || client->second.session.lock() != session)
+    return responder->fail({Code::peer_lost, "this node does not know the session: attach again"});
+  GrantAnswer answer;
+  Status refused(Code::pool_full, "writers are waiting for room");
+  while (waiting_.empty() && answer.places.size() < call.count) {
+    auto granted = donor_->grant(call.nbytes, call.session, call.txn);
+    refused = granted.status();
+    if (!granted.is_ok()) break;
+    answer.places.push_back({granted->extent, std::move(granted->pieces)});
+  }
+  if (answer.places.empty()) return responder->fail(refused);
+  responder->ok(encode(answer));
+}
+
 void NodeServiceImpl::on_give_back(const rpc::SessionPtr& session, GiveBackCall call, ResponderPtr responder) {
   const auto client = clients_.find(call.session);
   if (client == clients_.end() || client->second.session.lock() != session)

@@ -15,7 +15,7 @@
 
 namespace torch_mooncake::pool {
 
-inline constexpr uint8_t kMessageFormat = 5;
+inline constexpr uint8_t kMessageFormat = 6;
 
 // The last valid value of each enum that travels.
 constexpr auto last_value(Kind) { return Kind::sealed; }

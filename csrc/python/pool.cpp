@@ -328,6 +328,7 @@ nb::dict stat(PyClient& client, int64_t deadline_ns, bool here) {
     d["hard_pinned_bytes"] = n.hard_pinned_bytes;
     d["is_home"] = n.is_home;
     d["fenced_bytes"] = n.fenced_bytes;
+    d["granted_bytes"] = n.granted_bytes;
     d["starts"] = n.starts;
     d["clients"] = n.clients;
     d["waiting"] = n.waiting;

@@ -119,11 +119,11 @@ def _drain(args: argparse.Namespace) -> None:
     from torch_mooncake.node import nobody_listens
 
     until = deadline_ns(args.timeout)
-    # The node answers those who ask while it is there: one question, before it leaves. The pool's end ends it.
+    # The node answers those who ask while it is there. The pool's end ends the question.
     with futures.ThreadPoolExecutor(1) as thread, connect(args, monitor=True) as pool:
         node = _stat_here(pool, until)
-        report = thread.submit(_report, pool, until)
         pool._client(until).drain(until)
+        report = thread.submit(_report, pool, until)
         told = f"{human(node['used_bytes'])} are in use there"
         while True:
             try:

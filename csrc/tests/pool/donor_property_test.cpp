@@ -92,6 +92,31 @@ TEST_CASE("random verbs: nothing is lost, shared, torn or reused while somebody 
         const TxnId txn = sibling ? sibling->txn : random_id();
         const std::string key = "k" + std::to_string(rng() % 50);
         auto r = try_reserve(*donor, key, n, writer, txn);
+        if (writer != 0 && rng() % 4 == 0) {  // or a grant, which is bound, given back, or neither
+          if (r.is_ok()) REQUIRE(donor->give_back(r->extent, writer).is_ok());
+          auto granted = donor->grant(n, writer, random_id());
+          if (!granted.is_ok()) continue;
+          REQUIRE(generations.insert(granted->extent.generation).second);
+          for (auto& [g, k] : live) REQUIRE(!overlap(k.pieces, granted->pieces));
+          const auto what = rng() % 4;
+          if (what == 0) REQUIRE(donor->give_back(granted->extent, writer).is_ok());
+          if (what <= 1) continue;
+          ReserveRequest request;
+          request.txn = txn;
+          request.key = key;
+          request.nbytes = n;
+          request.writer = writer;
+          request.meta = "meta of " + key;
+          const Status bound = donor->bind(granted->extent, request);
+          if (bound.is_ok()) {
+            live[granted->extent.generation] = {granted->extent, key, n, txn, writer, {}, granted->pieces,
+                                                Known::prepared};
+          } else {
+            REQUIRE(Donor::over_quota(bound));
+          }
+          check(*donor);
+          continue;
+        }
         if (r.is_ok()) {
           REQUIRE(generations.insert(r->extent.generation).second);  // never repeats
           uint64_t sum = 0;

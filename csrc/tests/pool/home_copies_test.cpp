@@ -273,6 +273,38 @@ TEST_CASE("a pin is of all replicas, of those that are made later, and of what a
   CHECK(t.done.at(t.next++).is_ok());
 }
 
+TEST_CASE("what becomes of a granted extent goes to its donor with the commit") {
+  Three t;
+  CommitCall c;
+  c.head.view = t.home.view();
+  c.head.key = "k";
+  c.head.txn = txn_of(t.next);
+  c.replicas = {{node(1), t.donors[1].reserve("k", Kind::named, c.head.txn, 0, 1, 1)}};
+  c.binding = Binding{7, 64, Kind::named, "k", "meta", "label", "parent"};
+  t.held = 1;
+  t.home.commit(t.next, c, INT64_MAX);
+  t.pump();
+  REQUIRE(t.kept.size() == 1);
+  REQUIRE(t.kept[0].mark.binding);
+  CHECK(t.kept[0].mark.txn == c.head.txn);
+  CHECK(t.kept[0].mark.binding->meta == "meta");
+  CHECK(t.kept[0].mark.binding->writer == 7);
+  t.let_go();
+  CHECK(t.done.at(t.next).is_ok());
+  const auto refused = [&](const CommitCall& call) {
+    t.home.commit(++t.next, call, INT64_MAX);
+    t.pump();
+    return t.done.at(t.next).code() == Code::invalid_argument;
+  };
+  CommitCall two = c, other = c, kind = c;
+  two.replicas.push_back({node(2), {}});
+  other.binding->key = "another";
+  kind.binding->kind = Kind::sealed;
+  CHECK(refused(two));
+  CHECK(refused(other));
+  CHECK(refused(kind));
+}
+
 TEST_CASE("a pin waits for a donor that is silent, and is taken back where one refuses") {
   Three t;
   t.put("k", 1, {0, 1});

@@ -114,6 +114,9 @@ TEST_CASE("round trips") {
   CHECK(o->items[1].code == Code::pool_full);
   CHECK(o->items[1].message == "no room");
   Mark mark{Mark::What::supersede, 4, 5, {6, 7}, {8}, {9, 10}, {}};
+  mark.binding = Binding{3, 64, Kind::sealed, "k", "meta", "label", "parent"};
+  CHECK(decode<Mark>(encode(mark))->binding->parent == "parent");
+  CHECK(decode<Mark>(encode(mark))->binding->kind == Kind::sealed);
   CHECK(decode<Mark>(encode(mark))->extent.generation == 7);
 }
 

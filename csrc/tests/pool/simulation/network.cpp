@@ -49,17 +49,29 @@ struct Answer final : rpc::Responder::State {
 };
 
 std::string name_of(uint16_t method) {
-  static const std::map<uint16_t, const char*> kNames = {{kAttach, "attach"},      {kDetach, "detach"},
-                                                         {kView, "view"},          {kReserve, "reserve"},
-                                                         {kGiveBack, "give back"}, {kPutMany, "put many"},
-                                                         {kBegin, "begin"},        {kCommit, "commit"},
-                                                         {kRemoveMany, "remove"},  {kLookup, "lookup"},
-                                                         {kExists, "exists"},      {kDescribe, "describe"},
-                                                         {kKeys, "keys"},          {kStat, "stat"},
-                                                         {kTouch, "touch"},        {kJoin, "join"},
-                                                         {kAnnounce, "announce"},  {kBeat, "beat"},
-                                                         {kMark, "mark"},          {kEvicted, "evicted"},
-                                                         {kLeave, "leave"},        {kReserveMany, "reserve many"}};
+  static const std::map<uint16_t, const char*> kNames = {{kAttach, "attach"},
+                                                         {kDetach, "detach"},
+                                                         {kView, "view"},
+                                                         {kReserve, "reserve"},
+                                                         {kGiveBack, "give back"},
+                                                         {kPutMany, "put many"},
+                                                         {kBegin, "begin"},
+                                                         {kCommit, "commit"},
+                                                         {kRemoveMany, "remove"},
+                                                         {kLookup, "lookup"},
+                                                         {kExists, "exists"},
+                                                         {kDescribe, "describe"},
+                                                         {kKeys, "keys"},
+                                                         {kStat, "stat"},
+                                                         {kTouch, "touch"},
+                                                         {kGrant, "grant"},
+                                                         {kJoin, "join"},
+                                                         {kAnnounce, "announce"},
+                                                         {kBeat, "beat"},
+                                                         {kMark, "mark"},
+                                                         {kEvicted, "evicted"},
+                                                         {kLeave, "leave"},
+                                                         {kReserveMany, "reserve many"}};
   const auto it = kNames.find(method);
   return it == kNames.end() ? std::to_string(method) : it->second;
 }

@@ -41,6 +41,7 @@ struct InTime {
 Workload::Workload(Cluster& cluster, History& history, int clients) : cluster_(cluster), history_(history) {
   keys_ = {"a", "b", "c"};
   sealed_ = {"sealed1", "sealed2"};
+  if (world->chance(0.6)) usual_size_ = some_size();  // clients have room in advance then
   cluster.on_killed_client = [this](int host) {
     if (!stopping_) start_client(host);
   };
@@ -106,6 +107,7 @@ void Workload::act(Client& client) {
 }
 
 uint64_t Workload::some_size() {
+  if (usual_size_ != 0 && world->chance(0.7)) return usual_size_;
   switch (world->roll(5)) {
     case 0:
       return 8 + world->roll(200);

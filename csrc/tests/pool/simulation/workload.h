@@ -86,6 +86,7 @@ class Workload {
   Cluster& cluster_;
   History& history_;
   std::vector<std::string> keys_, sealed_;
+  uint64_t usual_size_ = 0;  // of most puts; 0: of none
   std::map<std::string, Round> rounds_;
   bool stopping_ = false;
   int running_ = 0;

@@ -70,7 +70,7 @@ ifdef PYTEST_ARGS
 	$(PY) -m pytest $(PYTEST_ARGS)
 else
 	$(PY) -m pytest $(FAST) $(ALONE)
-	$(PY) -m pytest $(FAST) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
+	$(PY) -m pytest $(FAST) -n 2 --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%)
 endif
 
 test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_SIZE=2)

@@ -120,6 +120,7 @@ def test_a_reader_that_was_stopped_sees_what_came_meanwhile(pool: tm.Pool, child
 
 def test_a_hit_asks_nobody_and_only_while_the_node_counts(pool_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TM_VIEW_TTL_S", "4")
+    monkeypatch.setenv("TM_LINGER_S", "5")  # it is stopped for so long that it may lose its client
     tm.init()
     tm.put_many({"small": torch.arange(100), "big": torch.arange(MiB)})
 

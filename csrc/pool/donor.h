@@ -152,6 +152,7 @@ class TM_API Donor {
   // Room in advance: an extent that `writer` fills before it says for what. Of what is free, and a sixteenth of the
   // memory in all, else pool_full. It ends as a reservation does, by give_back(), abandon() or the session's end.
   virtual Result<Reservation> grant(uint64_t nbytes, SessionId writer, const TxnId& txn) = 0;
+  virtual void end_grants() = 0;  // all of them: fenced
   // Makes of a grant what reserve() would have reserved; told twice it is ok. key_not_found: it is none (any more).
   virtual Status bind(ExtentRef extent, const ReserveRequest& request) = 0;
   // prepared -> committed. With `ttl_ms` it expires so long after `now_ns`; removing it is the home's affair, as is how

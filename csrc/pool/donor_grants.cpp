@@ -1,5 +1,5 @@
 // Grants: extents that a client has before it says for what. They belong to no key and no transaction, and end with
-// their session, or with the worker; a commit that names one makes it an object's.
+// their session, with the worker, or when its node leaves; a commit that names one makes it an object's.
 #include "pool/donor_impl.h"
 
 namespace torch_mooncake::pool {
@@ -23,6 +23,10 @@ Result<Reservation> DonorImpl::grant(uint64_t nbytes, SessionId writer, const Tx
   grants_.insert(granted.extent.index);
   granted_bytes_ += want;
   return granted;
+}
+
+void DonorImpl::end_grants() {
+  if (!grants_.empty()) retire({grants_.begin(), grants_.end()});
 }
 
 Status DonorImpl::bind(ExtentRef extent, const ReserveRequest& request) {

@@ -35,6 +35,7 @@ class DonorImpl final : public Donor {
 
   Result<Reservation> reserve(const ReserveRequest& request) override;
   Result<Reservation> grant(uint64_t nbytes, SessionId writer, const TxnId& txn) override;
+  void end_grants() override;
   Status bind(ExtentRef extent, const ReserveRequest& request) override;
   Status commit(ExtentRef extent, Version version, std::optional<uint32_t> crc32c, uint64_t ttl_ms, int64_t now_ns,
                 uint32_t replicas, Pin pin) override;

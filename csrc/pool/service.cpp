@@ -330,6 +330,7 @@ void NodeServiceImpl::tick() {
 Status NodeServiceImpl::drain(Deadline deadline) {
   strand_.run_and_wait([this] {
     draining_ = true;
+    donor_->end_grants();  // what comes into them would not be waited for
     if (!leader_) publish_counted(*table_map_, 0);  // from here on the leader may give its keys to others
   });
   // One that is stopped must not cost the others' time.

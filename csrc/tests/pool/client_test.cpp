@@ -282,6 +282,42 @@ TEST_CASE("a client that has room in advance is killed at each step of a put") {
   }
 }
 
+TEST_CASE("a writer stopped inside its copy to room that it has in advance: that is nobody else's while it lives") {
+  constexpr size_t kBytes = 1 << 20;
+  for (const bool worker_killed : {false, true}) {
+    CAPTURE(worker_killed);
+    Node node(64 << 20);
+    auto c = connect(node);
+    Process writer(
+        [&] {
+          auto mine = connect(node);
+          for (uint64_t i = 1; i <= 4; ++i) put(*mine, "w", pattern(i, kBytes));
+          (void)try_put(*mine, "w", pattern(5, kBytes));  // whatever comes of it
+          return 0;
+        },
+        "client.reserved=stop@5");
+    REQUIRE(writer.stopped());
+    CHECK(stats_of(*c).granted_bytes > 0);
+    if (worker_killed) {
+      node.kill_worker();
+      CHECK(eventually([&] { return c->stat(soon()).is_ok() && stats_of(*c).fenced_bytes >= kBytes; }));
+    } else {
+      ::usleep(6'500'000);  // its connection is given up
+      CHECK(stats_of(*c).granted_bytes >= kBytes);
+    }
+    for (uint64_t i = 0; i < 80; ++i) put(*c, "f" + std::to_string(i), pattern(i, kBytes));
+    ::kill(writer.pid, SIGCONT);
+    CHECK(writer.wait() == 0);
+    for (uint64_t i = 0; i < 80; ++i)
+      if (auto got = get(*c, "f" + std::to_string(i)); got.is_ok()) CHECK(*got == pattern(i, kBytes));
+    if (auto got = get(*c, "w"); got.is_ok()) CHECK((*got == pattern(4, kBytes) || *got == pattern(5, kBytes)));
+    CHECK(eventually([&] {
+      const auto n = stats_of(*c);
+      return n.limbo_bytes == 0 && n.prepared_bytes == 0;
+    }));
+  }
+}
+
 TEST_CASE("checksums are verified on every way to read") {
   Node node(32 << 20);
   auto c = connect(node);

@@ -107,6 +107,22 @@ TEST_CASE("what is not used goes back: given back, abandoned, or with its sessio
   check(*donor);
 }
 
+TEST_CASE("a node that leaves ends its grants; what is bound goes on") {
+  auto donor = make_donor(16 * MiB);
+  const Reservation bound = grant(*donor, 7), free = grant(*donor, 7);
+  const ReserveRequest a = request("a", 7);
+  REQUIRE(donor->bind(bound.extent, a).is_ok());
+  donor->end_grants();
+  CHECK(donor->bind(free.extent, request("b", 7)).code() == Code::key_not_found);
+  CHECK(donor->bind(bound.extent, a).is_ok());
+  CHECK(donor->commit(bound.extent, {1, 1}, {}).is_ok());
+  CHECK(donor->stats().granted_bytes == 0);
+  CHECK(donor->stats().fenced_bytes == kBytes);
+  CHECK(donor->give_back(free.extent, 7).is_ok());
+  CHECK(donor->stats().fenced_bytes == 0);
+  check(*donor);
+}
+
 TEST_CASE("a grant ends with the worker; its memory is fenced while its writer may still write") {
   auto donor = make_donor(16 * MiB);
   auto lease = donor->slots_for_client(7);

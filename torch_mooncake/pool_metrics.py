@@ -25,7 +25,7 @@ _GAUGES = (
     ("draining", "draining", "1 while the node is leaving."),
     ("is_home", "is_home", "1 on the directory node."),
     ("limit_bytes", "limit_bytes", "Memory lent."),
-    ("used_bytes", "used_bytes", "Memory of extents, whatever their state."),
+    ("used_bytes", "used_bytes", "Memory of extents, whatever their state, but for what is granted."),
     ("prepared_bytes", "prepared_bytes", "Memory of objects that are being written."),
     ("limbo_bytes", "limbo_bytes", "Memory of what was freed and is still pinned or fenced."),
     ("fenced_bytes", "fenced_bytes", "Memory in limbo because its writer may still write."),

@@ -355,9 +355,10 @@ Status ClientImpl::drain(Deadline deadline) {
   // The question first, on the same connection: the node may be gone as soon as it has heard that it is to leave.
   auto report = node->start_call(kDrained, encode(Empty{}), deadline);
   const Status s = node->call_empty(kDrain, encode(Empty{}), deadline);
+  if (!s.is_ok()) return s;
   std::lock_guard lock(mutex_);
   report_ = std::move(report);
-  return s;
+  return {};
 }
 
 Result<Drained> ClientImpl::drained(Deadline deadline) {
@@ -371,8 +372,13 @@ Result<Drained> ClientImpl::drained(Deadline deadline) {
     TM_ASSIGN(auto node, local(deadline));
     report = node->start_call(kDrained, encode(Empty{}), deadline);
   }
-  TM_ASSIGN(const auto reply, report->wait());
-  TM_ASSIGN(Evacuated e, decode<Evacuated>(reply.body));
+  auto reply = report->wait();
+  if (reply.status().code() == Code::deadline_exceeded && !deadline.expired()) {  // of the call before
+    TM_ASSIGN(auto node, local(deadline));
+    reply = node->start_call(kDrained, encode(Empty{}), deadline).wait();
+  }
+  if (!reply.is_ok()) return reply.status();
+  TM_ASSIGN(Evacuated e, decode<Evacuated>(reply->body));
   return Drained{e.moved, e.moved_bytes, e.left, std::move(e.why)};
 }
 

@@ -117,7 +117,7 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   };
   Result<PutOutcome> put_once(std::string_view key, std::string_view meta, std::span<const iovec> data,
                               const PutOptions& options, Deadline deadline, bool* asked);
-  Result<PutOutcome> write_and_commit(std::vector<Replicated>& reserved, const PutHead& head,
+  Result<PutOutcome> write_and_commit(const LinkPtr& home, std::vector<Replicated>& reserved, const PutHead& head,
                                       std::span<const iovec> data, const PutOptions& options,
                                       std::optional<Binding> binding, Deadline deadline, bool* asked);
   Result<std::vector<Replicated>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,

@@ -150,21 +150,21 @@ Result<PutOutcome> ClientImpl::put_once(std::string_view key, std::string_view m
   if (granted) {
     std::vector<Replicated> reserved{{here, std::move(*granted), true}};
     Binding binding{here->session_id(), nbytes, h.kind, h.key, shape.meta, shape.label, shape.parent};
-    auto done = write_and_commit(reserved, h, data, options, std::move(binding), deadline, asked);
+    auto done = write_and_commit(home_link, reserved, h, data, options, std::move(binding), deadline, asked);
     // Refused, so nothing has happened: the worker has another life, or there is no room for this key.
     const Code code = done.status().code();
     if (code != Code::key_not_found && code != Code::pool_full) return done;
     *asked = false;
+    shape.head.txn = h.txn = next_txn(1);  // that one is dropped, perhaps only now
   }
-  auto reserved = reserve(shape, options, *now, near, deadline);
-  if (!reserved.is_ok()) return reserved.status();
-  return write_and_commit(*reserved, h, data, options, {}, deadline, asked);
+  TM_ASSIGN(auto reserved, reserve(shape, options, *now, near, deadline));
+  return write_and_commit(home_link, reserved, h, data, options, {}, deadline, asked);
 }
 
-Result<PutOutcome> ClientImpl::write_and_commit(std::vector<Replicated>& reserved, const PutHead& h,
-                                                std::span<const iovec> data, const PutOptions& options,
-                                                std::optional<Binding> binding, Deadline deadline, bool* asked) {
-  TM_ASSIGN(auto home_link, home(deadline));
+Result<PutOutcome> ClientImpl::write_and_commit(const LinkPtr& home_link, std::vector<Replicated>& reserved,
+                                                const PutHead& h, std::span<const iovec> data,
+                                                const PutOptions& options, std::optional<Binding> binding,
+                                                Deadline deadline, bool* asked) {
   Status s = failpoint("client.reserved");
   if (s.is_ok()) s = write_all(reserved, data, deadline);
   if (s.is_ok()) s = failpoint("client.written");

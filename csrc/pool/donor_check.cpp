@@ -38,7 +38,7 @@ Status DonorImpl::check() const {
     if (nbytes != table_->at(i).nbytes) return wrong(i, "pieces do not add up");
     if (record.placement.pieces.size() > kMaxPieces) return wrong(i, "too many pieces");
     used += Allocator::footprint(record.placement);
-    const uint8_t group = state == ExtentState::limbo ? 0 : group_of(record.key);
+    const uint8_t group = state == ExtentState::limbo || grants_.count(i) ? 0 : group_of(record.key);
     if (counted(i) != group || (lru_.contains(i) && lru_.group(i) != group)) return wrong(i, "in another quota");
     if (group) in_quotas[group - 1] += Allocator::footprint(record.placement);
     children += state != ExtentState::limbo && !record.parent.empty();

@@ -60,7 +60,7 @@ void DonorImpl::set_quotas(const std::vector<Quota>& quotas) {
   std::vector<uint32_t> members;
   for (uint32_t i = 0; i < table_->entries(); ++i) {
     const ExtentState state = table_->state(i);
-    if (state == ExtentState::free || state == ExtentState::limbo) continue;
+    if (state == ExtentState::free || state == ExtentState::limbo || grants_.count(i)) continue;
     count(i);
     if (lru_.contains(i)) members.push_back(i);
   }

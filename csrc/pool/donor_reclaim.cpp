@@ -271,8 +271,8 @@ Status DonorImpl::full(uint64_t nbytes, const std::string& why) const {
                                      " free of " + std::to_string(s.limit_bytes) + " (" + std::to_string(s.used_bytes) +
                                      " used, " + std::to_string(s.pinned_extents) + " extents pinned, " +
                                      std::to_string(s.prepared_bytes) + " bytes being written, " +
-                                     std::to_string(s.limbo_bytes) + " in limbo, of these " +
-                                     std::to_string(s.fenced_bytes) + " fenced): " + why);
+                                     std::to_string(s.granted_bytes) + " granted, " + std::to_string(s.limbo_bytes) +
+                                     " in limbo, of these " + std::to_string(s.fenced_bytes) + " fenced): " + why);
   static log::Once once(60'000);
   if (once.pass()) log::warning("pool", status.to_string());
   return status;

@@ -330,7 +330,7 @@ void NodeServiceImpl::tick() {
 Status NodeServiceImpl::drain(Deadline deadline) {
   strand_.run_and_wait([this] {
     draining_ = true;
-    donor_->end_grants();  // what comes into them would not be waited for
+    donor_->end_grants();                           // what comes into them would not be waited for
     if (!leader_) publish_counted(*table_map_, 0);  // from here on the leader may give its keys to others
   });
   // One that is stopped must not cost the others' time.
@@ -362,6 +362,7 @@ Status NodeServiceImpl::check(bool at_rest) {
     const DonorStats stats = donor_->stats();
     const char* under_way = !waiting_.empty()          ? "a reservation waits for room"
                             : stats.prepared_extents   ? "an extent is PREPARED"
+                            : stats.granted_bytes      ? "an extent is granted"
                             : !reserved_until_.empty() ? "a transaction is to be dropped"
                             : !commits_.empty() || !put_batches_.empty() || !remove_batches_.empty()
                                 ? "an answer is owed"

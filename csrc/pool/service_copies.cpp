@@ -322,7 +322,7 @@ Result<CopyAnswer> NodeServiceImpl::make_copy(const CopyCall& call) {
   Result<Reservation> place = Status(Code::closed, "closing");
   strand_.run_and_wait([&] {
     const DonorStats stats = donor_->stats();
-    const uint64_t taken = stats.used_bytes + stats.prepared_bytes + stats.limbo_bytes;
+    const uint64_t taken = stats.used_bytes + stats.prepared_bytes + stats.limbo_bytes + stats.granted_bytes;
     if (taken + d.nbytes > stats.limit_bytes) {
       place = Status(Code::pool_full, "no node has room for a copy of " + std::to_string(d.nbytes) + " bytes");
       return;

@@ -28,9 +28,7 @@ Status NodeServiceImpl::bind(const Mark& mark) {
   request.label = b.label;
   request.writer = b.writer;
   request.parent = b.parent;
-  const Status bound = donor_->bind(mark.extent, request);
-  done_.reservations += bound.is_ok();
-  return bound;
+  return donor_->bind(mark.extent, request);
 }
 
 // `done` at once, or, if the disk has to say so first, later on the strand.

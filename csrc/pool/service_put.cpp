@@ -102,6 +102,7 @@ void NodeServiceImpl::on_grant(const rpc::SessionPtr& session, GrantCall call, R
     answer.places.push_back({granted->extent, std::move(granted->pieces)});
   }
   if (answer.places.empty()) return responder->fail(refused);
+  done_.reservations += answer.places.size();
   responder->ok(encode(answer));
 }
 

@@ -249,7 +249,7 @@ TEST_CASE("puts of one size have their room in advance, which goes back when it 
   }
   for (int i = 0; i < 3; ++i) put(*c, "a", pattern(1, kBytes));
   CHECK(granted() > 0);
-  const std::string all = pattern(9, 62 << 20);
+  const std::string all = pattern(9, 63 << 20);
   put(*c, "all", all);  // needs what is granted
   CHECK(*get(*c, "all") == all);
   {

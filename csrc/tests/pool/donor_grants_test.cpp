@@ -86,6 +86,14 @@ TEST_CASE("grants are a sixteenth of the memory at most, and of what is free") {
   REQUIRE(donor->free(all).is_ok());
   donor->set_quotas({{"", 8 * MiB, 0}});
   CHECK(donor->grant(kBytes, 7, random_id()).status().code() == Code::pool_full);  // whose would it be?
+  donor->set_quotas({});
+  const Reservation before = grant(*donor, 7), bound = grant(*donor, 7);
+  donor->set_quotas({{"", 8 * MiB, 0}});  // and what was granted before is not counted
+  CHECK(donor->quotas()[0].used_bytes == 0);
+  REQUIRE(donor->bind(bound.extent, request("a", 7)).is_ok());
+  CHECK(donor->quotas()[0].used_bytes == kBytes);
+  CHECK(donor->give_back(before.extent, 7).is_ok());
+  CHECK(donor->quotas()[0].used_bytes == kBytes);
   check(*donor);
 }
 

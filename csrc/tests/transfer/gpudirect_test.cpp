@@ -190,6 +190,23 @@ TEST_CASE("a flush that fails is the op's error; no notification comes") {
   REQUIRE_OK(must(two.a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
 }
 
+TEST_CASE("a read into a device that is flushed, with a notification") {
+  Gpu gpu;
+  gpu.cuda.ordered = false;
+  Two two;
+  auto device = gpu.cuda.allocate(kMiB);
+  Memory host(Way::rdma, kMiB);
+  auto remote = two.open(host.register_in(*two.b));
+  OpOptions options{.deadline = soon()};
+  options.notify = "read";
+  auto op = must(two.a->read({{on_device(*two.a, device, kMiB), 0, remote, 0, kMiB}}, std::move(options)));
+  REQUIRE_OK(op->wait());
+  CHECK(std::memcmp(device.get(), host.data, kMiB) == 0);
+  auto note = two.b->next_notification(soon());
+  REQUIRE_OK(note.status());
+  CHECK(note->data == "read");
+}
+
 TEST_CASE("a flush that does not return: reads and writes end at their deadline, or when they are cancelled") {
   Gpu gpu;
   gpu.cuda.ordered = false;

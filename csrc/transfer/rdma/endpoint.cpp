@@ -249,6 +249,7 @@ void RdmaEndpoint::flush_here(const RdmaPartPtr& part, Later& later) {
           part->flushing_ = part->flush_here_ = false;
           part->outcome_ = status;
           status ? moved(part, soon) : end(part, soon);
+          pump(soon);  // for a notification
         }
       }
       callbacks->post([part = std::move(part), peer = std::move(peer)] {});  // perhaps the last references

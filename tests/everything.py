@@ -43,7 +43,11 @@ def steps() -> list[Step]:
         Step(f"torch suite, world {n}", ["make", "test-torch-suite", f"WORLD_SIZE={n}"], minutes=20) for n in (2, 4, 8)
     ]
     return [
-        Step("slow tests", [*PYTEST, "-m", "slow and not gpu and not netns and not network"], minutes=90),
+        Step(  # some take minutes, and a traceback of running threads may crash the process
+            "slow tests",
+            [*PYTEST, "-o", "faulthandler_timeout=0", "-m", "slow and not gpu and not netns and not network"],
+            minutes=90,
+        ),
         Step(
             "network namespaces",
             [*PYTEST, "-m", "netns and not gpu"],

@@ -91,8 +91,9 @@ Status SessionImpl::open_lanes(int n, Deadline deadline) {
     {
       std::lock_guard lock(mutex_);
       if (ended_) return status_;
-      // A dead one may still be among them, while its end is being told.
-      if (std::count_if(lanes_.begin(), lanes_.end(), [](auto& lane) { return lane->alive(); }) >= n) return {};
+      // One that is dead, or killed, may still be among them, while its end is being told.
+      const auto lives = [](auto& lane) { return lane->alive() && !lane->is_killed(); };
+      if (std::count_if(lanes_.begin(), lanes_.end(), lives) >= n) return {};
     }
     TM_TRY(open_lane({}, deadline).status());
   }

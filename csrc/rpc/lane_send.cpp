@@ -14,6 +14,7 @@ namespace {
 // lane before it looks after the others.
 constexpr int64_t kCallerBudget = 256 << 10;
 constexpr int64_t kIoBudget = 4 << 20;
+constexpr int64_t kSendCost = 4 << 10;  // of the budget, however little is sent: a call of the kernel takes its time
 constexpr size_t kPieces = 512;           // of one sendmsg,
 constexpr uint64_t kSendBytes = 4 << 20;  // and their bytes: more than a socket takes at once
 
@@ -149,7 +150,7 @@ void LaneImpl::drain(int64_t budget) {
     auto bytes = static_cast<uint64_t>(n);
     queued_.fetch_sub(bytes, std::memory_order_relaxed);
     sent_.fetch_add(bytes, std::memory_order_relaxed);
-    budget -= n;
+    budget -= std::max<int64_t>(n, kSendCost);
     bool all = current_->done == current_->total;
     if (!all && !zero_copied) continue;
     std::unique_ptr<OutFrame> finished;

@@ -70,6 +70,9 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
   // Queues a control frame. Fails only if the lane is dead.
   Status send_control(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds = {});
   Status send_control(const FrameHeader& header) { return send_control(header, share({})); }
+  // The same without sending, for callers that hold a lock: send_queued() follows.
+  Status queue_control(const FrameHeader& header, SharedBody body);
+  void send_queued();
   bool is_killed() const {
     std::lock_guard lock(mutex_);
     return killed_.has_value();
@@ -101,6 +104,8 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
 
  private:
   // lane_send.cpp
+  Status push(std::unique_ptr<OutFrame> frame, bool is_control);
+  void begin_sending(int64_t inline_budget);
   Status enqueue(std::unique_ptr<OutFrame> frame, bool is_control);
   void drain(int64_t budget);
   std::deque<std::unique_ptr<OutFrame>>* next_queue();  // null: nothing waits

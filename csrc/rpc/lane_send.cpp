@@ -14,20 +14,30 @@ namespace {
 // lane before it looks after the others.
 constexpr int64_t kCallerBudget = 256 << 10;
 constexpr int64_t kIoBudget = 4 << 20;
-constexpr int64_t kSendCost = 4 << 10;  // of the budget, however little is sent: a call of the kernel takes its time
+constexpr int64_t kSendCost = 4 << 10;    // of the budget, however little is sent: a call of the kernel takes its time
 constexpr size_t kPieces = 512;           // of one sendmsg,
 constexpr uint64_t kSendBytes = 4 << 20;  // and their bytes: more than a socket takes at once
 
 }  // namespace
 
-Status LaneImpl::send_control(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
+static std::unique_ptr<OutFrame> control_frame(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
   auto frame = std::make_unique<OutFrame>();
   frame->header = encode_header(header);
   frame->body = std::move(body);
   frame->fds = std::move(fds);
   frame->total = kHeaderBytes + frame->body->size();
-  return enqueue(std::move(frame), true);
+  return frame;
 }
+
+Status LaneImpl::send_control(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
+  return enqueue(control_frame(header, std::move(body), std::move(fds)), true);
+}
+
+Status LaneImpl::queue_control(const FrameHeader& header, SharedBody body) {
+  return push(control_frame(header, std::move(body), {}), true);
+}
+
+void LaneImpl::send_queued() { begin_sending(0); }
 
 Status LaneImpl::send_bulk(BulkFrame bulk) {
   if (bulk.body.size() > kMaxBody || bulk.payload.size() > (1u << 20)) {
@@ -53,16 +63,27 @@ Status LaneImpl::send_bulk(BulkFrame bulk) {
 Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control) {
   // Large frames are left to the I/O thread, so that a caller can spread its slices over lanes, and does not spend its
   // time on a message that takes the I/O thread's wake-up (about 45 µs) anyway; small ones save it by going out here.
-  int64_t inline_budget = frame->total <= static_cast<uint64_t>(kCallerBudget) ? kCallerBudget : 0;
+  const int64_t inline_budget = frame->total <= static_cast<uint64_t>(kCallerBudget) ? kCallerBudget : 0;
+  TM_TRY(push(std::move(frame), is_control));
+  begin_sending(inline_budget);
+  return {};
+}
+
+Status LaneImpl::push(std::unique_ptr<OutFrame> frame, bool is_control) {
+  std::lock_guard lock(mutex_);
+  if (dead_.load(std::memory_order_relaxed) || killed_) {
+    return killed_ ? *killed_ : Status(Code::peer_lost, description_ + " is gone");
+  }
+  queued_.fetch_add(frame->total, std::memory_order_relaxed);
+  auto& queue = is_control ? control_ : bulk_[frame->is_background ? 1 : 0];
+  queue.push_back(std::move(frame));
+  return {};
+}
+
+void LaneImpl::begin_sending(int64_t inline_budget) {
   {
     std::lock_guard lock(mutex_);
-    if (dead_.load(std::memory_order_relaxed) || killed_) {
-      return killed_ ? *killed_ : Status(Code::peer_lost, description_ + " is gone");
-    }
-    queued_.fetch_add(frame->total, std::memory_order_relaxed);
-    auto& queue = is_control ? control_ : bulk_[frame->is_background ? 1 : 0];
-    queue.push_back(std::move(frame));
-    if (sending_ || waiting_for_room_) return {};
+    if (sending_ || waiting_for_room_ || !has_queued()) return;
     sending_ = true;
   }
   if (reactor_->in_thread()) {
@@ -72,7 +93,6 @@ Status LaneImpl::enqueue(std::unique_ptr<OutFrame> frame, bool is_control) {
   } else if (!reactor_->post([self = shared_from_this()] { self->drain(kIoBudget); })) {
     drain(kIoBudget);  // the reactors are gone, so is the socket
   }
-  return {};
 }
 
 // Control first, then the foreground; after every kAgeing frames of the foreground one of the background, which so gets

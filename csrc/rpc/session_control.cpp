@@ -207,28 +207,24 @@ void SessionImpl::take_control(const std::shared_ptr<LaneImpl>& lane, uint32_t r
     ours = received_;
   }
   if (!setup_.is_initiator && !lane->send_control(notice(FrameType::control, ours))) return;
-  for (uint32_t sent = received;;) {
-    std::vector<Numbered> batch;
-    {
-      std::lock_guard lock(mutex_);
-      if (ended_ || next_control_ != lane) return;
-      for (auto& message : unacknowledged_)
-        if (is_after(message.header.sequence, sent)) batch.push_back(message);
-      if (batch.empty()) {
-        if (!lane->alive()) break;
-        next_control_ = nullptr;
-        control_ = lane;
-        is_moving_ = false;
-        log::warning("rpc", setup_.peer.name + ": control moved to " + lane->describe() + ": " + moved_why_.message());
-        return;
-      }
-    }
-    for (auto& message : batch) {
-      sent = message.header.sequence;
-      (void)lane->send_control(message.header, std::move(message.body));  // its death is told to control_lost()
+  bool moved = false;
+  {
+    // In one step, so that whoever sends meanwhile comes behind them, however fast that is.
+    std::lock_guard lock(mutex_);
+    if (ended_ || next_control_ != lane) return;
+    moved = lane->alive();
+    for (auto& message : unacknowledged_)
+      if (moved && is_after(message.header.sequence, received))
+        moved = lane->queue_control(message.header, message.body).is_ok() || lane->alive();
+    if (moved) {
+      next_control_ = nullptr;
+      control_ = lane;
+      is_moving_ = false;
     }
   }
-  control_lost(*lane, moved_why_);
+  if (!moved) return control_lost(*lane, moved_why_);
+  log::warning("rpc", setup_.peer.name + ": control moved to " + lane->describe() + ": " + moved_why_.message());
+  lane->send_queued();
 }
 
 // The control lane is idle most of the time: whether its link is cut shows at the pings.

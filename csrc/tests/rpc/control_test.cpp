@@ -94,6 +94,9 @@ TEST_CASE("control: every message arrives once and in order while lanes die on b
     kill_one(round % 2 == 0 ? hosts.session : other, 0);  // the oldest is the likeliest to carry control
     if (round % 5 == 4) kill_one(hosts.session, random_u64());
     ::usleep(10'000);
+    // A machine that is slow to notice would be left without any lane: calls have to get through in between.
+    const uint64_t before = called;
+    CHECK(eventually([&] { return called >= before + 6; }));
     auto reopened = hosts.session->open_lanes(6, soon());
     INFO(round << " " << reopened.to_string());
     INFO("here " << hosts.session->status().to_string() << ", there " << other->status().to_string());

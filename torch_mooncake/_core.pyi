@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy
@@ -208,6 +208,23 @@ class Op:
     @property
     def remote_quiescent(self) -> bool: ...
 
+class PlainBatch:
+    """Values whose bytes lie in one piece each, with their descriptions."""
+
+def set_plain_describer(describe: Callable) -> None:
+    """tensors.py's, from a plain value to its (metadata, nbytes)."""
+
+def set_tensor_types(tensor: type, parameter: type) -> None:
+    """torch's, once it is imported: until then no tensor is plain."""
+
+def plain(value: Any) -> tuple[bytes, tuple[int, int]] | None:
+    """
+    (metadata, (address, nbytes)) of bytes, or of a dense CPU tensor as it is; None for everything else. The value has to stay until it has been put.
+    """
+
+def plain_batch(values: list, writable: bool) -> PlainBatch | None:
+    """None if one of them is not plain, or is bytes and is to be written."""
+
 MAX_KEY_BYTES: int = 1024
 
 MAX_META_BYTES: int = 1048576
@@ -282,14 +299,17 @@ class Client:
         One PutResult or exception for each key. A data is bytes-like, (address, nbytes), or a list of these.
         """
 
+    def put_plain(self, keys: list, values: PlainBatch, options: PutOptions, deadline_ns: int) -> list:
+        """One PutResult or exception for each key."""
+
     def read_many(self, objects: list, outs: list, deadline_ns: int) -> list:
         """
         All of each object into (address, nbytes) or a buffer. None or an exception for each.
         """
 
-    def get_into(self, keys: list, metas: list, outs: list, deadline_ns: int) -> list:
+    def get_plain(self, keys: list, values: PlainBatch, deadline_ns: int) -> list:
         """
-        Looks up, and reads those whose metadata is as expected (None: is not): None, Object or an exception each.
+        Looks up, and reads into those values whose form it is: None, Object or an exception each.
         """
 
     def map_many(self, objects: list, read_only: bool, deadline_ns: int) -> list:

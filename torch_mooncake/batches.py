@@ -9,19 +9,27 @@ from typing import Any, TypeVar
 from torch_mooncake import _core, attempts, values
 from torch_mooncake.errors import DeadlineExceeded, Error, KeyNotFound
 from torch_mooncake.objects import Description, describe
-from torch_mooncake.tensors import encode, encode_plain, plain_tensor, writers
+from torch_mooncake.tensors import encode, plain, plain_batch, writers
 
 R = TypeVar("R")
 
 
 def put(
+    client: _core.Client,
     keys: list[str],
-    items: Sequence[Any],
+    items: list[Any],
     user: dict[str, Any] | None,
-    send: Callable[[list[str], list[bytes], list[Any]], list[R | Exception]],
+    options: _core.PutOptions,
+    deadline: int,
     alone: Callable[[str, Any], R],
 ) -> list[R | Exception]:
     """An outcome for each. What cannot be encoded is not sent; a value with DTensors is put by ``alone``, in turn."""
+    batch = plain_batch(items) if user is None else None
+    if batch is not None:
+        try:
+            return client.put_plain(keys, batch, options, deadline)
+        except Error as error:
+            return [error] * len(keys)
     outcomes: list[R | Exception | None] = [None] * len(keys)
     metas: list[bytes] = []
     datas: list[Any] = []
@@ -32,7 +40,7 @@ def put(
         if sent:
             results: list[R | Exception]
             try:
-                results = send([keys[i] for i in sent] if len(sent) < len(keys) else keys, metas, datas)
+                results = client.put_many([keys[i] for i in sent], metas, datas, options, deadline)
             except Error as error:
                 results = [error] * len(sent)
             for i, result in zip(sent, results, strict=True):
@@ -41,10 +49,10 @@ def put(
             pending.clear()
 
     for i, value in enumerate(items):
-        plain = encode_plain(value) if user is None else None
-        if plain is not None:
-            metas.append(plain[0])
-            datas.append(plain[1])
+        known = plain(value) if user is None else None
+        if known is not None:
+            metas.append(known[0])
+            datas.append(known[1])
             sent.append(i)
             continue
         try:
@@ -86,8 +94,10 @@ class Getter:
         left = list(range(len(self.keys)))
         while left:
             keys = self.keys if len(left) == len(self.keys) else [self.keys[i] for i in left]
-            if self.outs is not None and not self.consume and len(left) == len(self.keys):
-                found, left = self._read_plain(keys, self.outs)
+            outs = None if self.consume or len(left) < len(self.keys) else self.outs
+            batch = None if outs is None else plain_batch(outs, writable=True)
+            if outs is not None and batch is not None:
+                found, left = self._read_plain(keys, batch, outs)
             else:
                 found = self.client.locate_many(keys, self.deadline)
             if self.outs is None:
@@ -99,13 +109,13 @@ class Getter:
                     self.failed[i] = DeadlineExceeded(f"{self.keys[i]!r} was replaced faster than it could be read")
                 return
 
-    def _read_plain(self, keys: list[str], outs: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """Fill the dense tensors whose values are just so. What was found of the others, and which they are."""
-        targets = [plain_tensor(out) for out in outs]
-        metas = [target and target[0] for target in targets]
-        found = self.client.get_into(keys, metas, [target and target[1] for target in targets], self.deadline)
-        self.results = [out if item is None else None for out, item in zip(outs, found, strict=True)]
+    def _read_plain(self, keys: list[str], batch: _core.PlainBatch, outs: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Fill the tensors whose values are just so. What was found of the others, and which they are."""
+        found = self.client.get_plain(keys, batch, self.deadline)
         left = [i for i, item in enumerate(found) if item is not None]
+        self.results = list(outs)
+        for i in left:
+            self.results[i] = None
         return [found[i] for i in left], left
 
     def _described(self, where: list[int], found: list[Any]) -> list[tuple[int, Any, Description | None]]:

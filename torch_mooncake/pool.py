@@ -25,7 +25,7 @@ from torch_mooncake.config import Config, parse_bytes
 from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, KeyNotFound
 from torch_mooncake.node import find_or_start
 from torch_mooncake.objects import Rounds, describe_peeked
-from torch_mooncake.tensors import encode, encode_part, encode_plain, writers
+from torch_mooncake.tensors import encode, encode_part, plain, writers
 
 if TYPE_CHECKING:
     import torch
@@ -178,9 +178,9 @@ class Pool:
         the ``version``; ``part=`` needs one of the two, and for a DTensor the n-th put of the key on each rank are one.
         """
         deadline = deadline_ns(timeout)
-        plain = encode_plain(value) if part is None and meta is None else None
-        if plain is not None:
-            head, data, _ = plain
+        found = plain(value) if part is None and meta is None else None
+        if found is not None:
+            head, data = found
             options = _put_options(sealed, if_exists, version, ttl_s, replicas, checksum, pin, parent)
             plain_result: PutResult = self._client(deadline).put(checked_key(key), head, (data,), options, deadline)
             return plain_result
@@ -251,12 +251,13 @@ class Pool:
             pairs = list(items)
             keys, data = [key for key, _ in pairs], [value for _, value in pairs]
         _checked_keys(keys)
-        client = self._client(deadline)
         outcomes = batches.put(
+            self._client(deadline),
             keys,
             data,
             meta,
-            lambda names, metas, datas: client.put_many(names, metas, datas, native, deadline),
+            native,
+            deadline,
             lambda key, value: self.put(key, value, meta=meta, timeout=seconds_left(deadline), **options),
         )
         if errors == "raise":

@@ -21,13 +21,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from torch_mooncake import sharding
+from torch_mooncake import _core, sharding
 from torch_mooncake.errors import Corrupt, InvalidArgument
 
 _FORMAT = 1
@@ -185,41 +185,38 @@ def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:
     return _encode(value, user, _Writer(part=True))
 
 
-_plain: dict[
-    tuple[Any, Any], tuple[bytes, int]
-] = {}  # (metadata, nbytes) of dense tensors, by dtype and shape, and of bytes
+_knows_torch = False
 
 
-def encode_plain(value: Any) -> tuple[bytes, Any, int] | None:
-    """(metadata, data, nbytes) of what needs no look at: bytes, and dense CPU tensors. The same as ``encode`` makes.
-    None for everything else. ``value`` has to stay until it has been put."""
-    kind = type(value)
-    if kind is bytes:
-        known = _plain.get((bytes, len(value)))
-        if known is None:
-            known = _remember((bytes, len(value)), encode(value))
-        return known[0], value, known[1]
-    return plain_tensor(value)
+def plain(value: Any) -> tuple[bytes, tuple[int, int]] | None:
+    """(metadata, (address, nbytes)) of what needs no look at: bytes, and dense CPU tensors. The same as ``encode``
+    makes. None for everything else. ``value`` has to stay until it has been put."""
+    _learn_torch()
+    return _core.plain(value)
 
 
-def plain_tensor(value: Any) -> tuple[bytes, tuple[int, int], int] | None:
-    """``encode_plain`` of dense CPU tensors alone."""
-    kind = type(value)
-    torch = sys.modules.get("torch")
-    if torch is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not dense(value, torch):
+def plain_batch(values: Sequence[Any], writable: bool = False) -> _core.PlainBatch | None:
+    """All of ``values``, if all are plain; bytes are not ``writable``."""
+    _learn_torch()
+    return _core.plain_batch(values if type(values) is list else list(values), writable)
+
+
+def _learn_torch() -> None:
+    global _knows_torch
+    if not _knows_torch and (parameter := getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", None)):
+        _core.set_tensor_types(sys.modules["torch"].Tensor, parameter)
+        _knows_torch = True
+
+
+def _describe_plain(value: Any) -> tuple[bytes, int] | None:
+    try:
+        encoded = encode(value)
+    except TypeError:  # a dtype that cannot be put: told to whoever encodes it
         return None
-    shape = value.shape
-    known = _plain.get((value.dtype, shape))
-    if known is None:
-        known = _remember((value.dtype, shape), encode(value))
-    return known[0], (value.data_ptr(), known[1]), known[1]
+    return encoded.meta, encoded.nbytes
 
 
-def _remember(what: tuple[Any, Any], encoded: Encoded) -> tuple[bytes, int]:
-    if len(_plain) >= 1024:
-        _plain.clear()
-    known = _plain[what] = encoded.meta, encoded.nbytes
-    return known
+_core.set_plain_describer(_describe_plain)
 
 
 def dense(tensor: Any, torch: Any) -> bool:

@@ -50,6 +50,8 @@ def load(
 ) -> Any:
     """The value of ``found``. KeyNotFound if it was superseded since it was looked up."""
     description = describe(client, found, deadline)
+    if description.simple and out is device is dtype is placements is mesh is None:
+        return description.over(client.map(found, readonly or description.copied, deadline))
     if out is not None:
         if device is not None or dtype is not None or readonly or placements is not None:
             raise InvalidArgument("out= decides device, dtype and placements: give none, and no readonly=")

@@ -201,24 +201,31 @@ PutHead ClientImpl::head(const View& view, std::string_view key, Deadline deadli
 
 // --- questions ---
 
-Result<std::vector<LookupEntry>> ClientImpl::look_up(std::span<const std::string> keys, LookupCall shape,
+LookupCall ClientImpl::question(std::span<const std::string> keys, LookupCall shape, const Link& home,
+                                Deadline deadline) const {
+  const auto now = view();
+  shape.view = now->number;
+  shape.timeout_ms = timeout_ms(deadline);
+  shape.data = shape.describe && !home.mapped();
+  shape.keys.clear();
+  shape.keys.reserve(keys.size());
+  for (const std::string& key : keys) shape.keys.push_back({shard_of(hash_key(key, now->seed)), key});
+  return shape;
+}
+
+Result<std::vector<LookupEntry>> ClientImpl::look_up(std::span<const std::string> keys, const LookupCall& shape,
                                                      Deadline deadline) {
   std::vector<LookupEntry> all;
   while (all.size() < keys.size()) {
+    const auto some = keys.subspan(all.size(), std::min(keys.size() - all.size(), kLookupBatch));
     auto answer = with_retries(deadline, [&]() -> Result<LookupAnswer> {
       TM_ASSIGN(auto node, home(deadline));
-      const auto now = view();
-      shape.view = now->number;
-      shape.timeout_ms = timeout_ms(deadline);
-      shape.data = shape.describe && !node->mapped();
-      shape.keys.clear();
-      for (size_t i = all.size(); i < keys.size() && shape.keys.size() < kLookupBatch; ++i)
-        shape.keys.push_back({shard_of(hash_key(keys[i], now->seed)), keys[i]});
-      return node->call<LookupAnswer>(kLookup, shape, deadline);
+      return node->call<LookupAnswer>(kLookup, question(some, shape, *node, deadline), deadline);
     });
     if (!answer.is_ok()) return answer.status();
-    if (answer->entries.empty() || answer->entries.size() > shape.keys.size())
+    if (answer->entries.empty() || answer->entries.size() > some.size())
       return {Code::internal, "a lookup was answered with the wrong number of entries"};
+    if (all.empty() && answer->entries.size() == keys.size()) return std::move(answer->entries);
     std::move(answer->entries.begin(), answer->entries.end(), std::back_inserter(all));
   }
   return all;

@@ -1,5 +1,6 @@
 // Many keys at once: puts in chunks whose reservations, writes and commits overlap; look-ups, reads, removals.
 #include <algorithm>
+#include <deque>
 #include <set>
 #include <unordered_set>
 
@@ -11,7 +12,7 @@
 namespace torch_mooncake::pool {
 namespace {
 
-constexpr size_t kChunkItems = 256;           // of a batch of puts: small enough that nodes and we work at once
+constexpr size_t kChunkItems = 256;           // of a batch: small enough that nodes and we work at once
 constexpr uint64_t kChunkBytes = 32 << 20;    // reserved together
 constexpr uint64_t kInlineChunk = 1 << 20;    // sent together
 constexpr uint64_t kInlineTotal = 32 << 10;   // a batch of so little goes in one message,
@@ -313,12 +314,40 @@ std::vector<Result<ObjectPtr>> ClientImpl::locate_many(std::span<const std::stri
   if (!all)
     for (size_t i : unknown) asked.push_back(keys[i]);
   const std::span<const std::string> names = all ? keys : std::span<const std::string>(asked);
+  auto found = look_up_and_build(names, deadline);
+  for (size_t n = 0; n < unknown.size(); ++n) out[unknown[n]] = std::move(found[n]);
+  return out;
+}
+
+// In chunks: the home looks up the next ones while we make objects of what it has found.
+std::vector<Result<ObjectPtr>> ClientImpl::look_up_and_build(std::span<const std::string> keys, Deadline deadline) {
   LookupCall shape;
   shape.describe = true;
-  auto entries = look_up(names, shape, deadline);
-  auto found = entries.is_ok() ? build(names, std::move(entries).value(), deadline)
-                               : all_fail<ObjectPtr>(names.size(), entries.status());
-  for (size_t n = 0; n < unknown.size(); ++n) out[unknown[n]] = std::move(found[n]);
+  std::vector<Result<ObjectPtr>> out;
+  out.reserve(keys.size());
+  std::deque<PendingCall> ahead;
+  const auto home_link = home(deadline);
+  size_t asked = 0;
+  while (out.size() < keys.size()) {
+    for (; home_link.is_ok() && ahead.size() < kAhead && asked < keys.size();
+         asked += std::min(kChunkItems, keys.size() - asked)) {
+      const auto some = keys.subspan(asked, std::min(kChunkItems, keys.size() - asked));
+      ahead.push_back(
+          (*home_link)->start_call(kLookup, encode(question(some, shape, **home_link, deadline)), deadline));
+    }
+    const auto some = keys.subspan(out.size(), std::min(kChunkItems, keys.size() - out.size()));
+    Result<std::vector<LookupEntry>> entries = Status(Code::pool_unavailable, "not asked");
+    if (!ahead.empty()) {
+      auto reply = ahead.front().wait();
+      ahead.pop_front();
+      auto answer = reply.is_ok() ? decode<LookupAnswer>(reply->body) : Result<LookupAnswer>(reply.status());
+      if (answer.is_ok() && answer->entries.size() == some.size()) entries = std::move(answer->entries);
+    }
+    if (!entries.is_ok()) entries = look_up(some, shape, deadline);  // which asks again and again
+    auto found = entries.is_ok() ? build(some, std::move(entries).value(), deadline)
+                                 : all_fail<ObjectPtr>(some.size(), entries.status());
+    std::move(found.begin(), found.end(), std::back_inserter(out));
+  }
   return out;
 }
 

@@ -204,6 +204,7 @@ std::vector<Result<ObjectPtr>> ClientImpl::build_once(std::span<const std::strin
       if (link->mapped() && link->alive()) mapped[id] = link;
   }
   const Silent silent = describe_elsewhere(keys, entries, deadline);
+  std::vector<bool> described, here;  // the parts
   for (size_t i = 0; i < keys.size(); ++i) {
     LookupEntry& e = entries[i];
     if (!e.found) {
@@ -220,7 +221,8 @@ std::vector<Result<ObjectPtr>> ClientImpl::build_once(std::span<const std::strin
     info.parts.resize(e.parts);
     object->parts_.resize(e.parts);
     object->local_ = true;
-    std::vector<bool> described(e.parts), here(e.parts);
+    described.assign(e.parts, false);
+    here.assign(e.parts, false);
     for (Place& place : e.places) {
       if (place.part >= e.parts || !place.description) continue;
       Description& d = *place.description;

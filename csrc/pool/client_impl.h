@@ -103,7 +103,10 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   auto with_retries(Deadline deadline, Fn attempt) -> decltype(attempt());
   static bool passing(const Status& status);
 
-  Result<std::vector<LookupEntry>> look_up(std::span<const std::string> keys, LookupCall shape, Deadline deadline);
+  LookupCall question(std::span<const std::string> keys, LookupCall shape, const Link& home, Deadline deadline) const;
+  Result<std::vector<LookupEntry>> look_up(std::span<const std::string> keys, const LookupCall& shape,
+                                           Deadline deadline);
+  std::vector<Result<ObjectPtr>> look_up_and_build(std::span<const std::string> keys, Deadline deadline);
   PutHead head(const View& view, std::string_view key, Deadline deadline) const;
   static Status stat_of(const LinkPtr& node, const NodeInfo& info, PoolStats& stats, Deadline deadline);
 

@@ -4,9 +4,20 @@
 
 namespace torch_mooncake::pool {
 
+namespace {
+
+size_t hash_of(std::string_view key) { return std::hash<std::string_view>()(key); }
+
+}  // namespace
+
+std::unordered_map<size_t, LocationCache::Place>::iterator LocationCache::Generation::find(std::string_view key) {
+  const auto it = places.find(hash_of(key));
+  return it != places.end() && it->second.object->info().key == key ? it : places.end();
+}
+
 size_t LocationCache::nbytes(const Place& place) {
   const ObjectInfo& info = place.object->info();
-  size_t n = 512 + 2 * info.key.size() + info.label.size() + info.meta.size();
+  size_t n = 512 + info.key.size() + info.label.size() + info.meta.size();
   for (const PartInfo& part : info.parts) n += 256 + part.meta.size();
   for (const Replica& replica : info.replicas) n += 128 + 2 * replica.pieces.size() * sizeof(Piece);
   return n;
@@ -15,8 +26,8 @@ size_t LocationCache::nbytes(const Place& place) {
 std::optional<LocationCache::Place> LocationCache::find(std::string_view key) {
   Generation dropped;  // freed without the lock
   std::lock_guard lock(mutex_);
-  if (const auto it = young_.places.find(key); it != young_.places.end()) return it->second;
-  const auto it = old_.places.find(key);
+  if (const auto it = young_.find(key); it != young_.places.end()) return it->second;
+  const auto it = old_.find(key);
   if (it == old_.places.end()) return std::nullopt;
   Place place = std::move(it->second);
   old_.bytes -= nbytes(place);
@@ -36,7 +47,7 @@ void LocationCache::insert(Place place, Generation* dropped) {
   if (size > bytes_ / 8) return;
   if (young_.places.size() >= entries_ / 2 || young_.bytes + size > bytes_ / 2)
     *dropped = std::exchange(old_, std::exchange(young_, {}));
-  Place& mine = young_.places[place.object->info().key];
+  Place& mine = young_.places[hash_of(place.object->info().key)];
   if (mine.object) young_.bytes -= nbytes(mine);
   young_.bytes += size;
   mine = std::move(place);
@@ -46,7 +57,7 @@ void LocationCache::erase(std::string_view key) {
   Place dropped;
   std::lock_guard lock(mutex_);
   for (Generation* generation : {&young_, &old_}) {
-    const auto it = generation->places.find(key);
+    const auto it = generation->find(key);
     if (it == generation->places.end()) continue;
     dropped = std::move(it->second);
     generation->bytes -= nbytes(dropped);

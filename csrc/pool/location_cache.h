@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <unordered_map>
 
@@ -34,13 +33,11 @@ class LocationCache {
   size_t size() const;
 
  private:
-  struct Hash {
-    using is_transparent = void;
-    size_t operator()(std::string_view key) const { return std::hash<std::string_view>()(key); }
-  };
   struct Generation {
-    std::unordered_map<std::string, Place, Hash, std::equal_to<>> places;
+    // By the key's hash; of two keys with the same one is there. (A map by strings hashes those it passes, again.)
+    std::unordered_map<size_t, Place> places;
     size_t bytes = 0;
+    std::unordered_map<size_t, Place>::iterator find(std::string_view key);
   };
   static size_t nbytes(const Place& place);
   void insert(Place place, Generation* dropped);

@@ -16,6 +16,7 @@ NB_MODULE(_core, m) {
       "Replace what TM_FAILPOINTS says, for tests.");
   bind_memory(m);
   bind_transfer(m);
+  bind_plain(m);
   bind_pool(m);
   bind_pool_chains(m);
   bind_topology(m);

@@ -8,6 +8,7 @@
 #include "pool/client.h"
 #include "pool/messages.h"
 #include "python/memory.h"
+#include "python/plain.h"
 
 namespace torch_mooncake::python {
 
@@ -87,6 +88,8 @@ nb::object named_tuple(PyTypeObject* type, std::initializer_list<PyObject*> item
   if (!tuple) throw nb::python_error();
   Py_ssize_t i = 0;
   for (PyObject* item : items) PyTuple_SET_ITEM(tuple, i++, item);
+  PyObject_GC_UnTrack(
+      tuple);  // of numbers, and of such tuples: no cycle; thousands would be gone through again and again
   return nb::steal(tuple);
 }
 nb::object put_result(const pool::PutOutcome& outcome, uint64_t nbytes) {
@@ -144,6 +147,19 @@ class Spans {
   std::vector<Py_buffer> views_;
 };
 
+nb::list put_entries(PyClient& client, const std::vector<pool::PutEntry>& entries, const pool::PutOptions& options,
+                     int64_t deadline_ns) {
+  auto outcomes = without_gil([&] { return client->put_many(entries, options, deadline_at(deadline_ns)); });
+  nb::list out = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(entries.size())));
+  for (size_t i = 0; i < entries.size(); ++i) {
+    uint64_t nbytes = 0;
+    for (const iovec& v : entries[i].data) nbytes += v.iov_len;
+    nb::object item = outcomes[i].is_ok() ? put_result(*outcomes[i], nbytes) : make_exception(outcomes[i].status());
+    PyList_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
+  }
+  return out;
+}
+
 nb::list put_many(PyClient& client, nb::list keys, nb::list metas, nb::list datas, const pool::PutOptions& options,
                   int64_t deadline_ns) {
   const size_t n = keys.size();
@@ -161,7 +177,6 @@ nb::list put_many(PyClient& client, nb::list keys, nb::list metas, nb::list data
     ends[i] = iov.size();
   }
   std::vector<pool::PutEntry> entries(n);
-  std::vector<uint64_t> nbytes(n);
   for (size_t i = 0; i < n; ++i) {
     const size_t begin = i == 0 ? 0 : ends[i - 1];
     nb::handle meta(PyList_GET_ITEM(metas.ptr(), static_cast<Py_ssize_t>(i)));
@@ -169,15 +184,20 @@ nb::list put_many(PyClient& client, nb::list keys, nb::list metas, nb::list data
     entries[i] = {text_of(PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i))),
                   {PyBytes_AS_STRING(meta.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(meta.ptr()))},
                   {iov.data() + begin, ends[i] - begin}};
-    for (const iovec& v : entries[i].data) nbytes[i] += v.iov_len;
   }
-  auto outcomes = without_gil([&] { return client->put_many(entries, options, deadline_at(deadline_ns)); });
-  nb::list out = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(n)));
-  for (size_t i = 0; i < n; ++i) {
-    nb::object item = outcomes[i].is_ok() ? put_result(*outcomes[i], nbytes[i]) : make_exception(outcomes[i].status());
-    PyList_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
-  }
-  return out;
+  return put_entries(client, entries, options, deadline_ns);
+}
+
+nb::list put_plain(PyClient& client, nb::list keys, const PlainBatch& batch, const pool::PutOptions& options,
+                   int64_t deadline_ns) {
+  const size_t n = keys.size();
+  if (batch.items.size() != n) raise({Code::invalid_argument, "keys and values differ in number"});
+  std::vector<pool::PutEntry> entries(n);
+  for (size_t i = 0; i < n; ++i)
+    entries[i] = {text_of(PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i))),
+                  batch.items[i].form->meta,
+                  {&batch.items[i].data, 1}};
+  return put_entries(client, entries, options, deadline_ns);
 }
 
 std::vector<ObjectPtr> objects_of(nb::list list) {
@@ -216,31 +236,22 @@ nb::object located(const Result<ObjectPtr>& result) {
   return nb::cast(PyObjectInfo(result.value()));
 }
 
-// None where the object has that metadata and was read; the object where it was found only; an exception.
-nb::list get_into(PyClient& client, nb::list keys, nb::list metas, nb::list outs, int64_t deadline_ns) {
+// None where the object is of that form and was read; the object where it was found only; an exception.
+nb::list get_plain(PyClient& client, nb::list keys, const PlainBatch& batch, int64_t deadline_ns) {
   const size_t n = keys.size();
-  if (metas.size() != n || outs.size() != n) raise({Code::invalid_argument, "keys, metas and outs differ in length"});
-  Spans spans(/*writable=*/true);
+  if (batch.items.size() != n) raise({Code::invalid_argument, "keys and values differ in number"});
   std::vector<std::string> names(n);
-  std::vector<std::string_view> wanted(n);
-  std::vector<iovec> iov(n);
-  for (size_t i = 0; i < n; ++i) {
-    const auto at = static_cast<Py_ssize_t>(i);
-    names[i] = text_of(PyList_GET_ITEM(keys.ptr(), at));
-    PyObject* meta = PyList_GET_ITEM(metas.ptr(), at);
-    if (!PyBytes_Check(meta)) continue;
-    wanted[i] = {PyBytes_AS_STRING(meta), static_cast<size_t>(PyBytes_GET_SIZE(meta))};
-    iov[i] = spans.of(PyList_GET_ITEM(outs.ptr(), at));
-  }
+  for (size_t i = 0; i < n; ++i) names[i] = text_of(PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i)));
   std::vector<Result<ObjectPtr>> found;
   std::vector<bool> read(n);
   without_gil([&] {
     found = client->locate_many(names, deadline_at(deadline_ns));
     for (size_t i = 0; i < n; ++i) {
-      if (!found[i].is_ok() || wanted[i].empty()) continue;
+      if (!found[i].is_ok()) continue;
+      const PlainValue& value = batch.items[i];
       const pool::ObjectInfo& info = (*found[i])->info();
-      if (info.parts.size() != 1 || info.meta != wanted[i] || info.nbytes != iov[i].iov_len) continue;
-      const Status s = client->read(*found[i], 0, {&iov[i], 1}, deadline_at(deadline_ns));
+      if (info.parts.size() != 1 || info.meta != value.form->meta || info.nbytes != value.data.iov_len) continue;
+      const Status s = client->read(*found[i], 0, {&value.data, 1}, deadline_at(deadline_ns));
       read[i] = s.is_ok();
       if (!s.is_ok() && s.code() != Code::key_not_found) found[i] = s;  // superseded: whoever looks again finds out
     }
@@ -448,10 +459,12 @@ void bind_pool(nb::module_& m) {
       .def("put_many", &put_many, nb::arg("keys"), nb::arg("metas"), nb::arg("datas"), nb::arg("options"),
            nb::arg("deadline_ns"),
            "One PutResult or exception for each key. A data is bytes-like, (address, nbytes), or a list of these.")
+      .def("put_plain", &put_plain, nb::arg("keys"), nb::arg("values"), nb::arg("options"), nb::arg("deadline_ns"),
+           "One PutResult or exception for each key.")
       .def("read_many", &read_many, nb::arg("objects"), nb::arg("outs"), nb::arg("deadline_ns"),
            "All of each object into (address, nbytes) or a buffer. None or an exception for each.")
-      .def("get_into", &get_into, nb::arg("keys"), nb::arg("metas"), nb::arg("outs"), nb::arg("deadline_ns"),
-           "Looks up, and reads those whose metadata is as expected (None: is not): None, Object or an exception each.")
+      .def("get_plain", &get_plain, nb::arg("keys"), nb::arg("values"), nb::arg("deadline_ns"),
+           "Looks up, and reads into those values whose form it is: None, Object or an exception each.")
       .def("map_many", &map_many, nb::arg("objects"), nb::arg("read_only"), nb::arg("deadline_ns"),
            "One Mapped or exception for each object.")
       .def("remove_many", &remove_many, nb::arg("keys"), nb::arg("only").none(), nb::arg("deadline_ns"),

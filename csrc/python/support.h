@@ -193,6 +193,7 @@ inline std::string to_string(const nb::bytes& b) { return std::string(b.c_str(),
 
 void bind_memory(nb::module_& m);
 void bind_transfer(nb::module_& m);
+void bind_plain(nb::module_& m);
 void bind_pool(nb::module_& m);
 void bind_pool_chains(nb::module_& m);
 void bind_topology(nb::module_& m);

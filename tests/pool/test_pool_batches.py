@@ -13,7 +13,8 @@ import torch
 from processes import eventually
 
 import torch_mooncake as tm
-from torch_mooncake import batches
+from torch_mooncake import _core, batches
+from torch_mooncake.clock import deadline_ns
 
 MiB = 1 << 20
 SIZES = (0, 1, *range(31, 66), 1000, 10_000)
@@ -210,9 +211,26 @@ def test_await_forms(pool: tm.Pool) -> None:
     asyncio.run(run())
 
 
-def test_a_batch_that_cannot_be_sent_is_told_for_each_of_its_keys() -> None:
-    def send(keys: list[str], metas: list[bytes], datas: list[Any]) -> list[Any]:
-        raise tm.PoolUnavailable("nobody there")
+@pytest.mark.parametrize("odd", [object(), b"2"])
+def test_a_batch_that_cannot_be_sent_is_told_for_each_of_its_keys(odd: Any) -> None:
+    class Gone:
+        def put_many(self, *_: Any) -> list[Any]:
+            raise tm.PoolUnavailable("nobody there")
 
-    outcomes = batches.put(["a", "b", "c"], [b"1", object(), b"3"], None, send, lambda key, value: None)
-    assert [type(outcome) for outcome in outcomes] == [tm.PoolUnavailable, TypeError, tm.PoolUnavailable]
+        put_plain = put_many
+
+    client: Any = Gone()
+    outcomes = batches.put(
+        client, ["a", "b", "c"], [b"1", odd, b"3"], None, _core.PutOptions(), deadline_ns(5), lambda key, value: None
+    )
+    expected = [tm.PoolUnavailable, TypeError if type(odd) is object else tm.PoolUnavailable, tm.PoolUnavailable]
+    assert [type(outcome) for outcome in outcomes] == expected
+
+
+def test_bytes_are_no_place_to_read_into(pool: tm.Pool) -> None:
+    pool.put_many({"bytes": b"stored", "tensor": torch.arange(3)})
+    out = [b"------", torch.zeros(3, dtype=torch.int64)]
+    results = pool.get_many(["bytes", "tensor"], out=out, errors="return")
+    assert isinstance(results[0], Exception)
+    assert out[0] == b"------"
+    assert torch.equal(results[1], torch.arange(3))

@@ -329,3 +329,51 @@ def test_an_empty_description_is_plain_bytes() -> None:
 
 def test_the_table_of_dtypes_is_right() -> None:
     assert {name: getattr(torch, name).itemsize for name in tensors.DTYPES} == tensors.DTYPES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_is_what_encode_says_of_dense_tensors(dtype: str) -> None:
+    for shape in [(7,), (2, 3, 4), (), (1, 5), (4096,)]:
+        tensor = random_tensor(dtype, shape)
+        known = tensors.plain(tensor)
+        if tensor.is_complex():
+            assert known is None  # may be conjugated lazily
+            continue
+        assert known is not None
+        meta, (address, nbytes) = known
+        assert (meta, ctypes.string_at(address, nbytes)) == (stored(tensor)[0], bytes(stored(tensor)[1]))
+        inner = torch.cat([tensor.reshape(-1).view(torch.uint8)] * 2)[tensor.nbytes :].view(tensor.dtype).view(shape)
+        known = tensors.plain(inner)  # a view with an offset
+        assert known is not None
+        assert ctypes.string_at(*known[1]) == raw(tensor)
+
+
+def test_plain_is_nothing_else() -> None:
+    for value in [
+        torch.randn(4, 5).t(),
+        torch.randn(8)[::2],
+        torch.ones(1).expand(4),
+        torch._neg_view(torch.randn(3)),
+        torch.empty(0),
+        torch.empty(3, 0),
+        torch._efficientzerotensor(3),
+        torch.eye(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+        torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+        torch.quantize_per_tensor(torch.randn(3), 1.0, 0, torch.qint8),
+        type("Mine", (torch.Tensor,), {})([1.0]),
+        *(None, True, 5, 1.5, "text", bytearray(b"x"), np.ones(3), [b"x"], {"a": b"x"}),
+    ]:
+        assert tensors.plain(value) is None, value
+        assert tensors.plain_batch([b"x", value]) is None, value
+    assert tensors.plain(torch.nn.Parameter(torch.ones(3))) is not None
+
+
+def test_plain_bytes_are_put_and_never_written() -> None:
+    for value in (b"", b"x", bytes(range(256)) * 20):
+        known = tensors.plain(value)
+        assert known is not None
+        assert (known[0], ctypes.string_at(*known[1])) == (stored(value)[0], value)
+    assert tensors.plain_batch([torch.ones(3), b"x"]) is not None
+    assert tensors.plain_batch([torch.ones(3), b"x"], writable=True) is None
+    assert tensors.plain_batch([torch.ones(3)], writable=True) is not None

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <deque>
 #include <set>
+#include <thread>
 #include <unordered_set>
 
 #include "common/crc32c.h"
@@ -28,16 +29,26 @@ std::vector<Result<T>> all_fail(size_t n, const Status& why) {
 
 // --- put ---
 
+// One replica of a chunk: a node, what it reserves, and where that is.
+struct ClientImpl::Leg {
+  LinkPtr node;
+  PendingCall reservation;
+  std::vector<ExtentRef> extents;  // of the entries that were asked for, in that order
+  bool quiescent = true;
+  void give_back() {
+    if (quiescent) node->give_back(std::exchange(extents, {}));  // else they stay fenced until our session ends
+  }
+};
+
 // Entries that go to their nodes together.
 struct ClientImpl::Chunk {
   std::vector<uint32_t> entries;  // indices in the round
   uint64_t nbytes = 0, meta_bytes = 0;
   bool rides = false;  // the values ride inside the commit
   TxnId txn{};
-  PendingCall call;                // a reservation, then a commit
-  std::vector<uint32_t> asked;     // the entries of that commit, in its order,
-  std::vector<ExtentRef> extents;  // and where they were written
-  bool quiescent = true;
+  std::vector<Leg> legs;  // none if they ride
+  PendingCall commit;
+  std::vector<uint32_t> asked;  // the entries of that commit, in its order
 };
 
 // A batch in which no key comes twice.
@@ -48,7 +59,8 @@ struct ClientImpl::Round {
   Outcomes outcomes;
   LinkPtr here, home;
   std::shared_ptr<const View> view;
-  std::vector<Chunk> chunks;
+  std::vector<LinkPtr> donors{};  // one a replica
+  std::vector<Chunk> chunks{};
   std::vector<uint32_t> singly{};  // entries to be put by themselves: they wait for room, or for a node that comes back
 
   void later(const std::vector<uint32_t>& some) { singly.insert(singly.end(), some.begin(), some.end()); }
@@ -85,14 +97,15 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
                            Outcomes outcomes) {
   auto here = local(deadline);
   auto home_link = home(deadline);
-  Round round{entries, options, deadline, outcomes, {}, {}, view(), {}};
+  Round round{entries, options, deadline, outcomes, {}, {}, view()};
+  if (here.is_ok() && home_link.is_ok()) choose_donors(round, *here);
   std::vector<uint32_t> small, large;
   uint64_t small_bytes = 0;
   for (uint32_t i = 0; i < entries.size(); ++i) {
     const uint64_t nbytes = total_bytes(entries[i].data);
     if (const Status s = check_entry(entries[i].key, entries[i].meta); !s.is_ok()) {
       outcomes[i] = s;
-    } else if (!here.is_ok() || !home_link.is_ok() || options.replicas != 1 || !options.parent.empty()) {
+    } else if (round.donors.empty() || !options.parent.empty()) {
       round.singly.push_back(i);
     } else if (nbytes <= kInlineLimit) {
       small.push_back(i);
@@ -101,10 +114,10 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
       large.push_back(i);
     }
   }
-  if (here.is_ok() && home_link.is_ok()) {
+  if (!round.donors.empty()) {
     round.here = *here;
     round.home = *home_link;
-    const bool one_node = round.here == round.home;
+    const bool one_node = round.here == round.home && round.donors.size() == 1;
     const bool rides = one_node && (!round.here->mapped() || small_bytes <= kInlineTotal ||
                                     small_bytes <= small.size() * kInlineAverage);
     auto add = [&](const std::vector<uint32_t>& some, bool rides) {
@@ -149,6 +162,25 @@ void ClientImpl::put_round(std::span<const PutEntry> entries, const PutOptions& 
   }
 }
 
+// None if there are too few: each key is told by itself.
+void ClientImpl::choose_donors(Round& round, const LinkPtr& here) {
+  if (round.options.replicas == 1) {
+    round.donors = {here};
+    return;
+  }
+  const auto wanted = replicas_wanted(*round.view, round.options);
+  if (!wanted.is_ok()) return;
+  std::set<std::string_view> hosts;
+  for (const NodeInfo* node : by_preference(*round.view, here->node(), {})) {
+    if (round.donors.size() == *wanted || hosts.count(node->host_id)) continue;
+    auto donor = link(node->id, round.deadline);
+    if (!donor.is_ok()) continue;
+    hosts.insert(node->host_id);
+    round.donors.push_back(std::move(donor).value());
+  }
+  if (round.donors.size() < *wanted) round.donors.clear();
+}
+
 // What is there and stays is not written first.
 Status ClientImpl::skip_existing(Round& round) {
   if (round.options.kind == Kind::named && round.options.if_exists == IfExists::replace) return {};
@@ -178,12 +210,14 @@ void ClientImpl::begin_chunk(Round& round, Chunk& chunk) {
   if (!chunk.rides) {
     ReserveManyCall call;
     call.head = round.head(chunk.txn);
-    call.session = round.here->session_id();
     call.items.reserve(chunk.entries.size());
     for (uint32_t i : chunk.entries)
       call.items.push_back(
           {round.shard(i), round.entries[i].key, round.entries[i].meta, total_bytes(round.entries[i].data)});
-    chunk.call = round.here->start_call(kReserveMany, encode(call), round.deadline);
+    for (const LinkPtr& donor : round.donors) {
+      call.session = donor->session_id();
+      chunk.legs.push_back({donor, donor->start_call(kReserveMany, encode(call), round.deadline), {}});
+    }
     return;
   }
   PutManyCall call;
@@ -201,38 +235,67 @@ void ClientImpl::begin_chunk(Round& round, Chunk& chunk) {
     call.items.push_back(std::move(item));
   }
   chunk.asked = chunk.entries;
-  chunk.call = round.home->start_call(kPutMany, encode(call), round.deadline);
+  chunk.commit = round.home->start_call(kPutMany, encode(call), round.deadline);
+}
+
+// What each donor has reserved; an answer that did not come, or refuses all, stands for the others', which go back.
+Result<std::vector<ReserveManyAnswer>> ClientImpl::reserved_by_all(Chunk& chunk) {
+  std::vector<ReserveManyAnswer> answers;
+  Status why;
+  for (Leg& leg : chunk.legs) {
+    auto reply = leg.reservation.wait();
+    auto answer = reply.is_ok() ? decode<ReserveManyAnswer>(reply->body) : Result<ReserveManyAnswer>(reply.status());
+    if (answer.is_ok() && answer->items.size() > chunk.entries.size())
+      answer = Status(Code::pool_unavailable, "a node reserved more than it was asked for");
+    if (!reply.is_ok() && leaves_open(reply.status().code()))
+      leg.node->abandon(chunk.txn, static_cast<uint32_t>(chunk.entries.size()));
+    if (!answer.is_ok() && why.is_ok()) why = answer.status();
+    answers.push_back(answer.is_ok() ? std::move(answer).value() : ReserveManyAnswer{});
+  }
+  if (why.is_ok()) return answers;
+  for (size_t k = 0; k < chunk.legs.size(); ++k) {
+    for (const Reserved& item : answers[k].items)
+      if (item.code == Code::ok) chunk.legs[k].extents.push_back(item.place.extent);
+    chunk.legs[k].give_back();
+  }
+  return why;
 }
 
 // Writes to what was reserved, and asks for the commit.
 void ClientImpl::write_chunk(Round& round, Chunk& chunk) {
   if (chunk.rides || chunk.entries.empty()) return;
-  auto reply = chunk.call.wait();
-  auto answer = reply.is_ok() ? decode<ReserveManyAnswer>(reply->body) : Result<ReserveManyAnswer>(reply.status());
-  if (!reply.is_ok() && leaves_open(reply.status().code()))
-    round.here->abandon(chunk.txn, static_cast<uint32_t>(chunk.entries.size()));
-  if (!answer.is_ok() || answer->items.size() > chunk.entries.size()) {
-    if (answer.is_ok() || passing(answer.status())) return round.later(chunk.entries);
-    return round.fail(chunk.entries, answer.status());
-  }
+  auto answers = reserved_by_all(chunk);
+  if (!answers.is_ok())
+    return passing(answers.status()) ? round.later(chunk.entries) : round.fail(chunk.entries, answers.status());
   PutManyCall call;
   call.head = round.head(chunk.txn);
-  std::vector<ExtentWrite> writes;
-  std::vector<TxnId> txns;
+  std::vector<std::vector<ExtentWrite>> writes(chunk.legs.size());
+  std::vector<std::vector<ExtentRef>> unused(chunk.legs.size());
   for (size_t n = 0; n < chunk.entries.size(); ++n) {
     const uint32_t i = chunk.entries[n];
-    const bool tried = n < answer->items.size();
-    if (!tried || answer->items[n].code == Code::pool_full || answer->items[n].code == Code::pool_unavailable) {
-      round.singly.push_back(i);
+    Reserved* refused = nullptr;
+    bool tried = true;
+    for (auto& answer : *answers) {
+      tried = tried && n < answer.items.size();
+      if (n < answer.items.size() && answer.items[n].code != Code::ok && !refused) refused = &answer.items[n];
+    }
+    if (refused || !tried) {
+      for (size_t k = 0; k < answers->size(); ++k)
+        if (auto& items = (*answers)[k].items; n < items.size() && items[n].code == Code::ok)
+          unused[k].push_back(items[n].place.extent);
+      if (!refused || refused->code == Code::pool_full || refused->code == Code::pool_unavailable)
+        round.singly.push_back(i);
+      else
+        round.outcomes[i] = Status(refused->code, std::move(refused->message));
       continue;
     }
-    Reserved& reserved = answer->items[n];
-    if (reserved.code != Code::ok) {
-      round.outcomes[i] = Status(reserved.code, std::move(reserved.message));
-      continue;
+    PutItem item{round.shard(i), round.entries[i].key, {}, {}, {}, {}};
+    for (size_t k = 0; k < answers->size(); ++k) {
+      const ReserveAnswer& place = (*answers)[k].items[n].place;
+      writes[k].push_back({&place.pieces, round.entries[i].data});
+      item.replicas.push_back({chunk.legs[k].node->node(), place.extent});
+      chunk.legs[k].extents.push_back(place.extent);
     }
-    writes.push_back({&reserved.place.pieces, round.entries[i].data});
-    PutItem item{round.shard(i), round.entries[i].key, {{round.here->node(), reserved.place.extent}}, {}, {}, {}};
     if (round.options.checksum) {
       uint32_t crc = 0;
       for (const iovec& v : round.entries[i].data) crc = crc32c(v.iov_base, v.iov_len, crc);
@@ -240,16 +303,16 @@ void ClientImpl::write_chunk(Round& round, Chunk& chunk) {
     }
     call.items.push_back(std::move(item));
     chunk.asked.push_back(i);
-    chunk.extents.push_back(reserved.place.extent);
   }
-  if (writes.empty()) return;
+  for (size_t k = 0; k < unused.size(); ++k) chunk.legs[k].node->give_back(std::move(unused[k]));
+  if (chunk.asked.empty()) return;
   Status s = failpoint("client.reserved");
-  if (s.is_ok()) s = round.here->write(writes, round.deadline, &chunk.quiescent);
+  if (s.is_ok()) s = write_legs(chunk.legs, writes, chunk.nbytes, round.deadline);
   if (s.is_ok()) s = failpoint("client.written");
   if (s.is_ok() && round.deadline.expired())
     s = Status(Code::deadline_exceeded, "before the commit: nothing was stored");
   if (s.is_ok()) {
-    chunk.call = round.home->start_call(kPutMany, encode(call), round.deadline);
+    chunk.commit = round.home->start_call(kPutMany, encode(call), round.deadline);
     return;
   }
   if (passing(s)) {
@@ -258,17 +321,29 @@ void ClientImpl::write_chunk(Round& round, Chunk& chunk) {
     round.fail(chunk.asked, s);
   }
   chunk.asked.clear();
-  if (!chunk.quiescent) return;  // it stays fenced until our session ends
-  round.here->give_back(std::move(chunk.extents));
+  for (Leg& leg : chunk.legs) leg.give_back();
+}
+
+// As write_all() does for one object.
+Status ClientImpl::write_legs(std::vector<Leg>& legs, std::span<const std::vector<ExtentWrite>> writes, uint64_t nbytes,
+                              Deadline deadline) {
+  std::vector<Status> done(legs.size());
+  auto write = [&](size_t k) { done[k] = legs[k].node->write(writes[k], deadline, &legs[k].quiescent); };
+  std::vector<std::thread> others;
+  const bool in_turn = nbytes <= (256 << 10);
+  for (size_t k = 1; k < legs.size() && !in_turn; ++k) others.emplace_back(write, k);
+  for (size_t k = 0; k < (in_turn ? legs.size() : 1); ++k) write(k);
+  for (std::thread& other : others) other.join();
+  for (const Status& s : done) TM_TRY(s);
+  return {};
 }
 
 void ClientImpl::finish_chunk(Round& round, Chunk& chunk) {
   if (chunk.asked.empty()) return;
-  auto reply = chunk.call.wait();
+  auto reply = chunk.commit.wait();
   auto answer = reply.is_ok() ? decode<PutManyAnswer>(reply->body) : Result<PutManyAnswer>(reply.status());
   if (answer.is_ok() && answer->items.size() != chunk.asked.size())
     answer = Status(Code::internal, "a batch of puts was answered with the wrong number of outcomes");
-  std::vector<ExtentRef> unused;
   if (!answer.is_ok()) {
     const Status& s = answer.status();
     if (s.code() == Code::pool_unavailable) {  // said before anything was done
@@ -276,8 +351,9 @@ void ClientImpl::finish_chunk(Round& round, Chunk& chunk) {
     } else {
       round.fail(chunk.asked, leaves_open(s.code()) ? unknown_outcome(s) : s);
     }
-    unused = chunk.extents;  // no effect on what was committed meanwhile
+    for (Leg& leg : chunk.legs) leg.give_back();  // no effect on what was committed meanwhile
   } else {
+    std::vector<std::vector<ExtentRef>> unused(chunk.legs.size());
     for (size_t n = 0; n < chunk.asked.size(); ++n) {
       PutManyOutcome& outcome = answer->items[n];
       const uint32_t i = chunk.asked[n];
@@ -289,11 +365,11 @@ void ClientImpl::finish_chunk(Round& round, Chunk& chunk) {
         const Status s(outcome.code, std::move(outcome.message));
         round.outcomes[i] = leaves_open(s.code()) ? unknown_outcome(s) : s;
       }
-      if (!chunk.extents.empty() && (outcome.code != Code::ok || !outcome.answer.stored))
-        unused.push_back(chunk.extents[n]);
+      if (outcome.code == Code::ok && outcome.answer.stored) continue;
+      for (size_t k = 0; k < unused.size(); ++k) unused[k].push_back(chunk.legs[k].extents[n]);
     }
+    for (size_t k = 0; k < unused.size(); ++k) chunk.legs[k].node->give_back(std::move(unused[k]));
   }
-  round.here->give_back(std::move(unused));
   if (const Status s = failpoint("client.committed"); !s.is_ok()) round.fail(chunk.asked, s);
 }
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <set>
 
+#include "pool/batch_messages.h"
 #include "pool/client.h"
 #include "pool/client_link.h"
 #include "pool/location_cache.h"
@@ -125,6 +126,8 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
                                       std::optional<Binding> binding, Deadline deadline, bool* asked);
   Result<std::vector<Replicated>> reserve(const ReserveCall& shape, const PutOptions& options, const View& view,
                                           const std::set<NodeId>& near, Deadline deadline);
+  static std::vector<const NodeInfo*> by_preference(const View& view, const NodeId& here, const std::set<NodeId>& near);
+  static Result<size_t> replicas_wanted(const View& view, const PutOptions& options);
   Result<std::set<NodeId>> nodes_of_parent(const PutOptions& options, Deadline deadline);
   // What a put that does not replace comes to where `entry` is.
   static Result<PutOutcome> existing(std::string_view key, const LookupEntry& entry, const PutOptions& options);
@@ -133,11 +136,16 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
   static void let_go(std::vector<Replicated>& reserved);
 
   // client_batch.cpp
+  struct Leg;
   struct Chunk;
   using Outcomes = std::span<Result<PutOutcome>>;
   struct Round;
   void put_round(std::span<const PutEntry> entries, const PutOptions& options, Deadline deadline, Outcomes outcomes);
+  void choose_donors(Round& round, const LinkPtr& here);
   void begin_chunk(Round& round, Chunk& chunk);
+  static Result<std::vector<ReserveManyAnswer>> reserved_by_all(Chunk& chunk);
+  static Status write_legs(std::vector<Leg>& legs, std::span<const std::vector<ExtentWrite>> writes, uint64_t nbytes,
+                           Deadline deadline);
   void write_chunk(Round& round, Chunk& chunk);
   void finish_chunk(Round& round, Chunk& chunk);
   Status skip_existing(Round& round);

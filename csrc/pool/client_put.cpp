@@ -219,27 +219,36 @@ void ClientImpl::let_go(std::vector<Replicated>& reserved) {
     if (r.quiescent) r.link->give_back({r.place.extent});
 }
 
-Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
-                                                                const View& view, const std::set<NodeId>& near,
-                                                                Deadline deadline) {
-  TM_ASSIGN(auto here, local(deadline));
-  // Beside what comes before it; our own host first, then those with most room; one node a host.
+// Beside what comes before it; our own host first, then those with most room.
+std::vector<const NodeInfo*> ClientImpl::by_preference(const View& view, const NodeId& here,
+                                                       const std::set<NodeId>& near) {
   std::vector<const NodeInfo*> nodes;
   for (const NodeInfo& info : view.nodes) nodes.push_back(&info);
   std::stable_sort(nodes.begin(), nodes.end(), [&](const NodeInfo* a, const NodeInfo* b) {
     if (near.count(a->id) != near.count(b->id)) return near.count(a->id) != 0;
-    if ((a->id == here->node()) != (b->id == here->node())) return a->id == here->node();
+    if ((a->id == here) != (b->id == here)) return a->id == here;
     return a->limit_bytes - std::min(a->limit_bytes, a->used_bytes) >
            b->limit_bytes - std::min(b->limit_bytes, b->used_bytes);
   });
-  std::vector<std::string> hosts;
-  for (const NodeInfo* n : nodes)
-    if (std::find(hosts.begin(), hosts.end(), n->host_id) == hosts.end()) hosts.push_back(n->host_id);
+  return nodes;
+}
+
+// How many replicas there will be, on as many hosts. unsupported: there are not enough.
+Result<size_t> ClientImpl::replicas_wanted(const View& view, const PutOptions& options) {
+  std::set<std::string_view> hosts;
+  for (const NodeInfo& info : view.nodes) hosts.insert(info.host_id);
   if (hosts.size() < options.replicas && !options.replicas_lenient)
     return {Code::unsupported, std::to_string(options.replicas) + " replicas need as many hosts; this pool has " +
                                    std::to_string(hosts.size())};
-  const size_t wanted = std::min<size_t>(options.replicas, hosts.size());
+  return std::min<size_t>(options.replicas, hosts.size());
+}
 
+Result<std::vector<ClientImpl::Replicated>> ClientImpl::reserve(const ReserveCall& shape, const PutOptions& options,
+                                                                const View& view, const std::set<NodeId>& near,
+                                                                Deadline deadline) {
+  TM_ASSIGN(auto here, local(deadline));
+  const std::vector<const NodeInfo*> nodes = by_preference(view, here->node(), near);
+  TM_ASSIGN(const size_t wanted, replicas_wanted(view, options));
   std::vector<Replicated> reserved;
   Status last(Code::pool_unavailable, "this pool has no donor");
   // First without waiting, at anybody; then waiting for room where we would like it most.

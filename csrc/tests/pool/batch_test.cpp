@@ -93,6 +93,84 @@ TEST_CASE("batches on the home's host, on a member's, and from one without a nod
     CHECK(eventually([&] { return stats_of(*c).prepared_bytes == 0 && stats_of(*c, 1).prepared_bytes == 0; }));
 }
 
+TEST_CASE("a batch with replicas: each value on as many hosts, and on one when the other is lost") {
+  Node a(128 << 20, "host-a");
+  Node b(128 << 20, "host-b", a.tcp_address);
+  auto here = connect(a), far = connect(a.tcp_address, "host-c");
+  REQUIRE(eventually([&] { return here->stat(soon()).value().nodes.size() == 2; }));
+  PutOptions two;
+  two.replicas = 2;
+  uint64_t number = 1;
+  std::vector<std::unique_ptr<Values>> all;
+  for (Client* writer : {here.get(), far.get()}) {
+    for (size_t nbytes : {size_t{0}, size_t{100}, size_t{5000}, size_t{300'000}}) {
+      CAPTURE(nbytes);
+      const size_t n = nbytes > kInlineLimit ? 20 : 600;
+      auto& values =
+          *all.emplace_back(std::make_unique<Values>("r" + std::to_string(all.size()) + "/", n, nbytes, number += n));
+      for (int again = 0; again < 2; ++again)
+        for (auto& outcome : writer->put_many(values.entries, two, soon())) {
+          REQUIRE_MESSAGE(outcome.is_ok(), outcome.status().to_string());
+          CHECK(outcome->stored);
+        }
+      check_there(*here, values);
+      check_there(*far, values);
+      for (auto& object : far->locate_many(values.keys, soon())) CHECK((*object)->info().replicas.size() == 2);
+    }
+  }
+  CHECK(eventually([&] { return stats_of(*here).prepared_bytes == 0 && stats_of(*here, 1).prepared_bytes == 0; }));
+  CHECK(stats_of(*here).extents == stats_of(*here, 1).extents);
+  // More than there are hosts: refused for each, or as many as there are.
+  Values more("m", 10, 5000, number);
+  PutOptions three;
+  three.replicas = 3;
+  for (auto& outcome : here->put_many(more.entries, three, soon())) CHECK(outcome.status().code() == Code::unsupported);
+  three.replicas_lenient = true;
+  for (auto& outcome : here->put_many(more.entries, three, soon())) CHECK(outcome->stored);
+  for (auto& object : here->locate_many(more.keys, soon())) CHECK((*object)->info().replicas.size() == 2);
+  // Sealed: what is there is written nowhere again.
+  PutOptions sealed = two;
+  sealed.kind = Kind::sealed;
+  Values some("s", 30, 5000, 1), every("s", 60, 5000, 1);
+  for (auto& outcome : here->put_many(some.entries, sealed, soon())) CHECK(outcome->stored);
+  auto outcomes = here->put_many(every.entries, sealed, soon());
+  for (size_t i = 0; i < outcomes.size(); ++i) CHECK(outcomes[i]->stored == (i >= 30));
+  CHECK(stats_of(*here).prepared_bytes == 0);
+
+  b.stop();
+  for (auto& values : all) check_there(*here, *values);
+  check_there(*here, more);
+}
+
+TEST_CASE("a batch with replicas, one host of which is full: nothing half, nothing kept") {
+  Node a(128 << 20, "host-a");
+  Node b(16 << 20, "host-b", a.tcp_address);
+  auto here = connect(a);
+  REQUIRE(eventually([&] { return here->stat(soon()).value().nodes.size() == 2; }));
+  PutOptions two;
+  two.replicas = 2;
+  two.pin = Pin::hard;  // so that nothing makes room
+  Values values("p", 40, 1 << 20, 1);
+  size_t stored = 0;
+  const auto outcomes = here->put_many(values.entries, two, soon(3000));
+  for (size_t i = 0; i < outcomes.size(); ++i) {
+    if (outcomes[i].is_ok()) {
+      ++stored;
+      CHECK((*here->locate(values.keys[i], {}, soon()))->info().replicas.size() == 2);
+    } else {
+      const Code code = outcomes[i].status().code();
+      CHECK_MESSAGE((code == Code::pool_full || code == Code::deadline_exceeded), outcomes[i].status().to_string());
+      CHECK_FALSE((*here->exists({&values.keys[i], 1}, soon()))[0]);
+    }
+  }
+  CHECK(stored > 4);
+  CHECK(stored < 17);
+  CHECK(eventually([&] {
+    return stats_of(*here).prepared_bytes == 0 && stats_of(*here, 1).prepared_bytes == 0 &&
+           stats_of(*here).extents == stored && stats_of(*here, 1).extents == stored;
+  }));
+}
+
 TEST_CASE("a batch of sealed keys: what is there is neither written nor an error") {
   Node node(64 << 20);
   auto c = connect(node);

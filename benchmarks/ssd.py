@@ -44,10 +44,12 @@ def ssd_rows(table: Table, folder: str, quick: bool) -> None:
     try:
         lib = raw_loop(place)
         data = buffer(count * MiB, forked=False)
-        raw_file = place / "raw"
-        raw_file.write_bytes(bytes(data[: count * MiB]))
+        raw_files = [place / f"raw{i}" for i in range(4)]  # in turn, as the log goes on: a host may cache its disks
+        for raw_file in raw_files:
+            raw_file.write_bytes(bytes(data[: count * MiB]))
 
-        def bare(write: bool) -> float:
+        def bare(write: bool, turn: int) -> float:
+            raw_file = raw_files[turn % len(raw_files)]
             seconds = lib.raw_file(bytes(raw_file), write, data.ctypes.data, count * MiB, MiB, 32)
             if seconds < 0:
                 raise OSError(-int(seconds), f"the bare loop failed on {raw_file}")
@@ -77,10 +79,10 @@ def ssd_rows(table: Table, folder: str, quick: bool) -> None:
             put_some([f"-1/{i}" for i in range(count)])
             for turn in range(rounds):
                 write = seconds_of(put_some, [f"{turn}/{i}" for i in range(count)])
-                bare_write = bare(True)
+                bare_write = bare(True, turn)
                 mixed = seconds_of(get_some, [f"{turn - 1}/{i}" for i in range(count)])
                 read = seconds_of(get_some, [f"{turn}/{i}" for i in range(count)])
-                for name, took in zip(names, (write, mixed, read, bare_write, bare(False)), strict=True):
+                for name, took in zip(names, (write, mixed, read, bare_write, bare(False, turn)), strict=True):
                     times[name].append(took)
         told = tm.stat()["nodes"][0]["ssd"]
         if told["errors"] or told["corrupt"] or not told["promotions"]:

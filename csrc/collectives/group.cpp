@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "collectives/board.h"
 #include "common/log.h"
 
 namespace torch_mooncake::coll {
@@ -32,6 +33,7 @@ Result<GroupPtr> Group::join(HubPtr hub, GroupOptions options) {
 Group::Group(HubPtr hub, GroupOptions options)
     : hub_(std::move(hub)), options_(std::move(options)), gone_(options_.members.size()) {
   for (const auto& member : options_.members) single_host_ &= member.host_id == hub_->self().host_id;
+  if (single_host_ && size() > 1) board_ = std::make_unique<Board>(*this);
 }
 
 Group::~Group() = default;  // the hub holds it until leave()
@@ -61,9 +63,16 @@ Status Group::trouble() const {
   return ended_.is_ok() ? trouble_ : ended_;
 }
 
+Status Group::trouble_with(int rank) const {
+  std::lock_guard lock(mutex_);
+  return refusal(rank, Channel::collective);
+}
+
 std::string Group::awaited() const {
+  const std::vector<int> missing = board_ ? board_->missing() : std::vector<int>{};
   std::lock_guard lock(mutex_);
   std::vector<bool> waiting(size(), false);
+  for (int rank : missing) waiting[rank] = true;
   for (const auto& [key, box] : boxes_) {
     for (const auto& posted : box.posted) {
       if (key.channel == Channel::collective && posted.source >= 0) waiting[posted.source] = true;
@@ -95,6 +104,15 @@ void Group::arm_timer(const RequestPtr& request, Channel channel, Deadline deadl
 }
 
 // ---- sending
+
+Result<rpc::SessionPtr> Group::session_with(int rank, Deadline deadline) {
+  TM_TRY(trouble_with(rank));
+  auto link = hub_->link(options_.members[rank], deadline);
+  if (link.is_ok()) return session_of(**link);
+  Status why(link.status().code(), name_of(rank) + ": " + link.status().message());
+  if (why.code() == Code::peer_lost) rank_gone(rank, why, true);
+  return why;
+}
 
 RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, uint64_t nbytes, Deadline deadline,
                        std::shared_ptr<void> keep) {
@@ -429,6 +447,10 @@ void Group::on_trouble(const Trouble& trouble) {
 void Group::on_leave(uint32_t rank) {
   if (rank >= options_.members.size()) return;
   rank_gone(static_cast<int>(rank), {Code::peer_lost, name_of(rank) + " has left the group"}, false);
+}
+
+void Group::on_board(uint32_t rank, const Id128& segment, UniqueFd fd) {
+  if (board_ && rank < options_.members.size()) board_->arrived(static_cast<int>(rank), segment, std::move(fd));
 }
 
 void Group::on_engine_gone(const Id128& engine, const Status& why) {

@@ -31,6 +31,8 @@
 
 namespace torch_mooncake::coll {
 
+class Board;
+
 inline constexpr int kAnySource = -1;
 
 struct GroupOptions {
@@ -60,14 +62,19 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
 
   // The ranks that pending collectives wait for, as text: "rank 1, rank 3".
   std::string awaited() const;
-  // ok, or why no collective can run any more.
+  // ok, or why no collective can run any more; or none that this rank takes part in.
   Status trouble() const;
+  Status trouble_with(int rank) const;
   // This rank gives up on a collective: the group runs no more of them, here and on the other ranks.
   void give_up(const Status& why);
   // Everything pending and everything later fails with `why`, on this rank.
   void abort(const Status& why);
   // Tells the others, waits (at most `deadline`) until they have all our messages, and is gone. Idempotent.
   void leave(Deadline deadline);
+
+  // For small collectives on one host; null: the ranks are on several.
+  Board* board() const { return board_.get(); }
+  Result<rpc::SessionPtr> session_with(int rank, Deadline deadline);
 
   // From the hub, on I/O threads.
   void on_eager(const rpc::SessionPtr& session, const Envelope& envelope, std::string body, size_t payload_at);
@@ -76,6 +83,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   void on_withdraw(const Verdict& verdict);
   void on_trouble(const Trouble& trouble);
   void on_leave(uint32_t rank);
+  void on_board(uint32_t rank, const Id128& segment, UniqueFd fd);
   void on_engine_gone(const Id128& engine, const Status& why);
 
  private:
@@ -132,6 +140,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   HubPtr hub_;
   const GroupOptions options_;
   bool single_host_ = true;
+  std::unique_ptr<Board> board_;
   mutable std::mutex mutex_;
   std::unordered_map<Key, Box, KeyHash> boxes_;
   std::unordered_map<uint64_t, Sending> sending_;

@@ -96,12 +96,12 @@ Status Hub::start(const HubOptions& options) {
   engine_options.transports = options.transports;
   TM_ASSIGN(engine_, Engine::create(std::move(engine_options)));
   std::weak_ptr<Hub> weak = weak_from_this();
-  for (uint16_t method = kHello; method <= kLeave; ++method) {
+  for (uint16_t method = kHello; method <= kBoard; ++method) {
     engine_->rpc().handle(
         method, rpc::RunOn::inline_io,
         [weak, method](const rpc::SessionPtr& session, rpc::Message message, rpc::Responder responder) {
           if (auto hub = weak.lock()) hub->on_message(method, session, std::move(message));
-          if (method == kLeave) responder.ok();
+          if (method == kLeave || method == kBoard) responder.ok();
         });
   }
   const bool v6 = options.host.find(':') != std::string::npos;
@@ -133,7 +133,7 @@ Status Hub::add(const GroupPtr& group) {
   if (early.empty()) return {};
   for (auto& message : early.mapped()) {  // under the lock: nothing newer may overtake
     early_bytes_ -= message.body.size();
-    deliver(*group, message.method, message.session, std::move(message.body));
+    deliver(*group, message.method, message.session, std::move(message.body), std::move(message.fds));
   }
   return {};
 }
@@ -310,13 +310,13 @@ void Hub::on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Messa
     } else if (!closed_ && !past_.contains(id)) {
       early_bytes_ += message.body.size();
       if (early_bytes_ <= kEarlyLimitBytes) {
-        early_[id].push_back({method, session, std::move(message.body)});
+        early_[id].push_back({method, session, std::move(message.body), std::move(message.fds)});
         return;
       }
       early_bytes_ -= message.body.size();
     }
   }
-  if (group) return deliver(*group, method, session, std::move(message.body));
+  if (group) return deliver(*group, method, session, std::move(message.body), std::move(message.fds));
   if (method == kEager) consumed(session, message.body.size());
   if (method == kReady) {
     Ready ready;
@@ -327,7 +327,8 @@ void Hub::on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Messa
   }
 }
 
-void Hub::deliver(Group& group, uint16_t method, const rpc::SessionPtr& session, std::string body) {
+void Hub::deliver(Group& group, uint16_t method, const rpc::SessionPtr& session, std::string body,
+                  std::vector<UniqueFd> fds) {
   bool ok = false;
   switch (method) {
     case kEager: {
@@ -363,6 +364,15 @@ void Hub::deliver(Group& group, uint16_t method, const rpc::SessionPtr& session,
       const auto rank = in.get<uint32_t>();
       ok = in.done();
       if (ok) group.on_leave(rank);
+      break;
+    }
+    case kBoard: {
+      ByteReader in(body);
+      in.get_id();
+      const auto rank = in.get<uint32_t>();
+      const Id128 segment = in.get_id();
+      ok = in.done();
+      if (ok) group.on_board(rank, segment, fds.empty() ? UniqueFd() : std::move(fds[0]));
       break;
     }
     default:

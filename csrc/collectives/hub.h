@@ -18,6 +18,7 @@
 #include "collectives/messages.h"
 #include "collectives/request.h"
 #include "common/api.h"
+#include "common/fd.h"
 #include "transfer/engine.h"
 
 namespace torch_mooncake::coll {
@@ -95,7 +96,8 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   void close();
   void close_if_unused();
   void on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Message message);
-  void deliver(Group& group, uint16_t method, const rpc::SessionPtr& session, std::string body);
+  void deliver(Group& group, uint16_t method, const rpc::SessionPtr& session, std::string body,
+               std::vector<UniqueFd> fds);
   LinkPtr link_of(const Id128& engine);
   void attach(const LinkPtr& link, const rpc::SessionPtr& session);
   void session_closed(const LinkPtr& link, const Status& why);
@@ -107,6 +109,7 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
     uint16_t method;
     rpc::SessionPtr session;
     std::string body;
+    std::vector<UniqueFd> fds;
   };
   const std::string token_;
   Member self_;

@@ -19,6 +19,7 @@ enum Method : uint16_t {
   kTrouble = 305,   // post: a rank was lost, or gave up on a collective
   kWithdraw = 306,  // post: a kReady message is void
   kLeave = 307,     // call: the sender's hub closes; answered when everything before it has been delivered
+  kBoard = 308,     // call: the sender's segment for small collectives (see board.h), if it can give one
 };
 
 // What a message is matched by, together with the sending rank.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/board.h"
 #include "collectives/collectives.h"
 #include "collectives/exchange.h"
 #include "memory/copy.h"
@@ -81,12 +82,31 @@ Status broadcast_chain(const Call& call, void* data, uint64_t nbytes, int root) 
   return forwarding.wait();
 }
 
+// Copies what that rank shows.
+Status take(Turn& turn, int rank, void* to, uint64_t nbytes) {
+  TM_ASSIGN(const std::byte* shown, turn.theirs(rank, nbytes));
+  if (nbytes > 0) std::memcpy(to, shown, nbytes);
+  return {};
+}
+
+void show(Turn& turn, const void* data, uint64_t nbytes) {
+  if (nbytes > 0) std::memcpy(turn.mine(), data, nbytes);
+  turn.post();
+}
+
 }  // namespace
 
 // Dissemination: after step k everybody has heard, directly or not, of 2^(k+1) ranks.
 Status barrier(const Call& call) {
   const int n = call.group.size();
   const int rank = call.group.rank();
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::barrier, 0, 0));
+  if (turn.small()) {
+    turn.post();
+    for (int i = 1; i < n; ++i) TM_TRY(turn.theirs((rank + i) % n, 0).status());
+    return {};
+  }
   for (int distance = 1; distance < n; distance *= 2) {
     TM_TRY(Exchange::send_receive(call, (rank + distance) % n, {nullptr, 0}, (rank + n - distance) % n, {nullptr, 0}));
   }
@@ -95,6 +115,8 @@ Status barrier(const Call& call) {
 
 Status monitored_barrier(const Call& call) {
   const int n = call.group.size();
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::other, 0, UINT64_MAX));
   Exchange arriving(call);
   if (call.group.rank() != 0) arriving.send(0, nullptr, 0);
   for (int rank = 1; rank < n && call.group.rank() == 0; ++rank) arriving.receive(rank, nullptr, 0);
@@ -108,6 +130,12 @@ Status monitored_barrier(const Call& call) {
 Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
   TM_TRY(check_root(call.group, root));
   if (call.group.size() == 1) return {};
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::broadcast, nbytes, nbytes));
+  if (turn.small()) {
+    show(turn, data, call.group.rank() == root ? nbytes : 0);
+    return call.group.rank() == root ? Status() : take(turn, root, data, nbytes);
+  }
   if (nbytes <= kTreeBytes) return broadcast_tree(call, data, nbytes, root);
   return call.group.single_host() ? broadcast_star(call, data, nbytes, root)
                                   : broadcast_chain(call, data, nbytes, root);
@@ -118,6 +146,19 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
   const int n = call.group.size();
   const int rank = call.group.rank();
   TM_TRY(check_own(call.group, in.nbytes, out[rank].nbytes));
+  uint64_t most = 0;
+  for (const Piece& piece : out) most = std::max(most, piece.nbytes);
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::all_gather, in.nbytes, most));
+  if (turn.small()) {
+    show(turn, in.data, in.nbytes);
+    for (int i = 1; i < n; ++i) {
+      const int from = (rank + i) % n;
+      TM_TRY(take(turn, from, out[from].data, out[from].nbytes));
+    }
+    copy_own(out[rank].data, in.data, in.nbytes);
+    return {};
+  }
   Exchange exchange(call);
   for (int i = 1; i < n; ++i) {
     const Piece& from = out[(rank + n - i) % n];
@@ -130,12 +171,22 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
 
 Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void* const> out, int root) {
   TM_TRY(check_root(call.group, root));
+  if (call.group.rank() == root) TM_TRY(check_count(call.group, out.size(), "outputs"));
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::gather, nbytes, nbytes));
+  if (turn.small()) {
+    show(turn, in, call.group.rank() == root ? 0 : nbytes);
+    if (call.group.rank() != root) return {};
+    for (int rank = 0; rank < call.group.size(); ++rank)
+      if (rank != root) TM_TRY(take(turn, rank, out[rank], nbytes));
+    copy_own(out[root], in, nbytes);
+    return {};
+  }
   Exchange exchange(call);
   if (call.group.rank() != root) {
     exchange.send(root, in, nbytes);
     return exchange.wait();
   }
-  TM_TRY(check_count(call.group, out.size(), "outputs"));
   for (int rank = 0; rank < call.group.size(); ++rank) {
     if (rank != root) exchange.receive(rank, out[rank], nbytes);
   }
@@ -145,12 +196,28 @@ Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void*
 
 Status scatter(const Call& call, std::span<const void* const> in, void* out, uint64_t nbytes, int root) {
   TM_TRY(check_root(call.group, root));
+  if (call.group.rank() == root) TM_TRY(check_count(call.group, in.size(), "inputs"));
+  const auto n = static_cast<uint64_t>(call.group.size());
+  const uint64_t all = nbytes > Board::kSlotBytes ? UINT64_MAX : nbytes * n;
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::scatter, all, all));
+  if (turn.small()) {
+    if (call.group.rank() == root) {
+      for (size_t rank = 0; rank < n && nbytes > 0; ++rank) std::memcpy(turn.mine() + rank * nbytes, in[rank], nbytes);
+      copy_own(out, in[root], nbytes);
+      turn.post();
+      return {};
+    }
+    turn.post();
+    TM_ASSIGN(const std::byte* shown, turn.theirs(root, all));
+    if (nbytes > 0) std::memcpy(out, shown + static_cast<uint64_t>(call.group.rank()) * nbytes, nbytes);
+    return {};
+  }
   Exchange exchange(call);
   if (call.group.rank() != root) {
     exchange.receive(root, out, nbytes);
     return exchange.wait();
   }
-  TM_TRY(check_count(call.group, in.size(), "inputs"));
   for (int rank = 0; rank < call.group.size(); ++rank) {
     if (rank != root) exchange.send(rank, in[rank], nbytes);
   }
@@ -164,6 +231,8 @@ Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<co
   const int n = call.group.size();
   const int rank = call.group.rank();
   TM_TRY(check_own(call.group, in[rank].nbytes, out[rank].nbytes));
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::other, 0, UINT64_MAX));
   Exchange exchange(call);
   for (int i = 1; i < n; ++i) {
     const int from = (rank + n - i) % n;

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "collectives/board.h"
 #include "collectives/collectives.h"
 #include "collectives/exchange.h"
 #include "collectives/reduce.h"
@@ -185,6 +186,45 @@ Status reduce_at_root(const Call& call, void* data, uint64_t count, DType dtype,
   return {};
 }
 
+// What the others show, in rank order, with `own` in its place.
+Result<std::vector<const void*>> shown_by_all(const Call& call, Turn& turn, uint64_t nbytes, uint64_t at,
+                                              const void* own) {
+  std::vector<const void*> inputs(call.group.size());
+  for (int rank = 0; rank < call.group.size(); ++rank) {
+    inputs[rank] = own;
+    if (rank == call.group.rank()) continue;
+    TM_ASSIGN(const std::byte* shown, turn.theirs(rank, nbytes));
+    inputs[rank] = shown + at;
+  }
+  return inputs;
+}
+
+Status all_reduce_shown(const Call& call, Turn& turn, void* data, uint64_t count, DType dtype, ReduceOp op) {
+  const uint64_t nbytes = count * item_bytes(dtype);
+  std::memcpy(turn.mine(), data, nbytes);
+  turn.post();
+  TM_ASSIGN(const auto inputs, shown_by_all(call, turn, nbytes, 0, data));
+  reduce_many(data, inputs, count, dtype, op);
+  return {};
+}
+
+uint64_t line_up(uint64_t nbytes) { return (nbytes + 63) / 64 * 64; }
+
+// Every rank shows what it has for all.
+Status reduce_scatter_shown(const Call& call, Turn& turn, std::span<const ConstPiece> in, Piece out, DType dtype,
+                            ReduceOp op) {
+  uint64_t total = 0, ours = 0;
+  for (int rank = 0; rank < call.group.size(); ++rank) {
+    if (rank == call.group.rank()) ours = total;
+    if (in[rank].nbytes > 0) std::memcpy(turn.mine() + total, in[rank].data, in[rank].nbytes);
+    total += line_up(in[rank].nbytes);
+  }
+  turn.post();
+  TM_ASSIGN(const auto inputs, shown_by_all(call, turn, total, ours, in[call.group.rank()].data));
+  if (out.nbytes > 0) reduce_many(out.data, inputs, out.nbytes / item_bytes(dtype), dtype, op);
+  return {};
+}
+
 }  // namespace
 
 std::byte* Scratch::get(uint64_t nbytes) {
@@ -206,7 +246,11 @@ void Scratch::Free::operator()(std::byte* p) const { ::operator delete[](p, std:
 Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op) {
   TM_TRY(check_reducible(dtype, op));
   if (call.group.size() == 1 || count == 0) return {};
-  if (count * item_bytes(dtype) > kDirectBytes) return all_reduce_slices(call, data, count, dtype, op);
+  const uint64_t nbytes = count * item_bytes(dtype);
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::all_reduce, nbytes, nbytes));
+  if (turn.small()) return all_reduce_shown(call, turn, data, count, dtype, op);
+  if (nbytes > kDirectBytes) return all_reduce_slices(call, data, count, dtype, op);
   if (call.group.size() <= kDirectRanks) return all_reduce_direct(call, data, count, dtype, op);
   return all_reduce_doubling(call, data, count, dtype, op);
 }
@@ -215,7 +259,18 @@ Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceO
   TM_TRY(check_reducible(dtype, op));
   if (root < 0 || root >= call.group.size()) return {Code::invalid_argument, "root " + std::to_string(root)};
   if (call.group.size() == 1 || count == 0) return {};
-  if (count * item_bytes(dtype) > kDirectBytes) return reduce_slices(call, data, count, dtype, op, root);
+  const uint64_t nbytes = count * item_bytes(dtype);
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::reduce, nbytes, nbytes));
+  if (turn.small()) {
+    if (call.group.rank() != root) std::memcpy(turn.mine(), data, nbytes);
+    turn.post();
+    if (call.group.rank() != root) return {};
+    TM_ASSIGN(const auto inputs, shown_by_all(call, turn, nbytes, 0, data));
+    reduce_many(data, inputs, count, dtype, op);
+    return {};
+  }
+  if (nbytes > kDirectBytes) return reduce_slices(call, data, count, dtype, op, root);
   return reduce_at_root(call, data, count, dtype, op, root);
 }
 
@@ -226,8 +281,11 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
   if (in.size() != static_cast<size_t>(n)) return {Code::invalid_argument, "reduce_scatter needs one input a rank"};
   if (in[rank].nbytes != out.nbytes)
     return {Code::invalid_argument, "reduce_scatter: own input and output differ in size"};
-  uint64_t longest = 0;
-  for (const auto& piece : in) longest = std::max(longest, piece.nbytes);
+  uint64_t longest = 0, total = 0;
+  for (const auto& piece : in) longest = std::max(longest, piece.nbytes), total += line_up(piece.nbytes);
+  Turn turn(call);
+  TM_TRY(turn.begin(Board::Kind::reduce_scatter, total, total));
+  if (turn.small()) return reduce_scatter_shown(call, turn, in, out, dtype, op);
   auto part = [](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(kSliceBytes, nbytes - at) : 0; };
   for (uint64_t at = 0; at < longest; at += kSliceBytes) {
     std::vector<ConstPiece> pieces(n);

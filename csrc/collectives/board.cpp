@@ -1,0 +1,221 @@
+#include "collectives/board.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <thread>
+
+#include "collectives/exchange.h"
+
+namespace torch_mooncake::coll {
+namespace {
+
+constexpr uint32_t kSlots = 4;
+constexpr int64_t kSpinNs = 50'000;
+constexpr int64_t kSleepNs = 20'000'000;  // then it is looked whether the group is in trouble
+
+bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// The counters lie in memory that another process maps, so the futexes are shared ones.
+long futex(const std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* timeout) {
+  return ::syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), op, value, timeout, nullptr, 0);
+}
+
+const char* name_of(Board::Kind kind) {
+  static constexpr const char* kNames[] = {"barrier",        "broadcast", "all_reduce", "reduce",      "all_gather",
+                                           "reduce_scatter", "gather",    "scatter",    "a collective"};
+  const auto i = static_cast<size_t>(kind);
+  return i < std::size(kNames) ? kNames[i] : "something else";
+}
+
+}  // namespace
+
+// What others write is looked at once and taken for a number, whatever it is.
+struct Board::Head {
+  alignas(64) std::atomic<uint32_t> posted{0};
+  alignas(64) std::atomic<uint32_t> done{0};
+  alignas(64) std::atomic<uint32_t> sleeps{0};  // its owner waits in a futex, or is about to
+};
+struct Board::Slot {
+  alignas(64) uint32_t kind;
+  uint64_t nbytes;
+  alignas(64) std::byte data[kSlotBytes];
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+
+Board::Board(Group& group) : group_(group), seen_(group.size()) {}
+
+Board::Head& Board::head(int rank) const { return *reinterpret_cast<Head*>(seen_[rank].map->data); }
+
+Board::Slot& Board::slot(int rank, uint32_t turn) const {
+  return reinterpret_cast<Slot*>(seen_[rank].map->data + sizeof(Head))[turn % kSlots];
+}
+
+void Board::arrived(int rank, const Id128& segment, UniqueFd fd) {
+  MappingPtr map;
+  if (fd.valid()) {
+    auto adopted = Segment::adopt(std::move(fd), segment);
+    if (adopted.is_ok() && (*adopted)->size() >= sizeof(Head) + kSlots * sizeof(Slot)) {
+      auto mapped = (*adopted)->map(Protection::read_only);
+      if (mapped.is_ok()) map = *mapped;
+    }
+  }
+  std::lock_guard lock(mutex_);
+  if (seen_[rank].came) return;
+  seen_[rank] = {true, std::move(map)};
+  came_.notify_all();
+}
+
+Status Board::offer(const Call& call, int rank, const Segment* segment) {
+  TM_ASSIGN(const rpc::SessionPtr session, group_.session_with(rank, call.deadline));
+  std::vector<UniqueFd> fds;
+  if (segment && session->over_unix()) {
+    UniqueFd copy(::fcntl(segment->fd(), F_DUPFD_CLOEXEC, 0));
+    if (copy.valid()) fds.push_back(std::move(copy));
+  }
+  ByteWriter out;
+  out.put(group_.id()).put(static_cast<uint32_t>(group_.rank())).put(segment ? segment->id() : Id128{});
+  session->call(
+      kBoard, out.take(), call.deadline, [](const Result<rpc::Message>&) {}, std::move(fds));
+  return {};
+}
+
+Status Board::open(const Call& call) {
+  if (opened_) return {};
+  const int n = group_.size(), me = group_.rank();
+  auto segment = Segment::create("torch-mooncake board", sizeof(Head) + kSlots * sizeof(Slot),
+                                 sizeof(Head) + kSlots * sizeof(Slot));
+  auto map = segment.is_ok() ? (*segment)->map(Protection::read_write) : Result<MappingPtr>(segment.status());
+  if (map.is_ok()) {
+    new ((*map)->data) Head;
+    std::lock_guard lock(mutex_);
+    seen_[me] = {true, *map};
+  }
+  for (int rank = 0; rank < n; ++rank)
+    if (rank != me) TM_TRY(offer(call, rank, map.is_ok() ? segment->get() : nullptr));
+  uint8_t sees_all = map.is_ok();
+  for (int rank = 0; rank < n; ++rank) {
+    if (rank == me) continue;
+    std::unique_lock lock(mutex_);
+    while (!seen_[rank].came) {
+      came_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
+      TM_TRY(group_.trouble_with(rank));
+      if (call.deadline.expired())
+        return {Code::deadline_exceeded, "timed out waiting for rank " + std::to_string(rank)};
+    }
+    sees_all &= seen_[rank].map != nullptr;
+  }
+  std::vector<uint8_t> all(n, sees_all);
+  Exchange exchange(call);
+  for (int i = 1; i < n; ++i) exchange.receive((me + n - i) % n, &all[(me + n - i) % n], 1);
+  for (int i = 1; i < n; ++i) exchange.send((me + i) % n, &sees_all, 1);
+  TM_TRY(exchange.wait());
+  usable_ = std::all_of(all.begin(), all.end(), [](uint8_t sees) { return sees == 1; });
+  opened_ = true;
+  return {};
+}
+
+std::vector<int> Board::missing() const {
+  std::vector<int> out;
+  if (!waits_.load(std::memory_order_acquire)) return out;
+  const uint32_t turn = turn_.load(std::memory_order_relaxed);
+  for (int rank = 0; rank < group_.size(); ++rank)
+    if (is_before(head(rank).posted.load(std::memory_order_relaxed), turn) ||
+        is_before(head(rank).done.load(std::memory_order_relaxed), turn - kSlots))
+      out.push_back(rank);
+  std::erase(out, group_.rank());
+  return out;
+}
+
+Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& counter, uint32_t at_least) {
+  auto is_there = [&] { return !is_before(counter.load(std::memory_order_acquire), at_least); };
+  if (is_there()) return {};
+  static const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  const bool yields = cores < group_.size();
+  for (const int64_t until = steady_ns() + kSpinNs; steady_ns() < until;) {
+    for (int i = 0; i < (yields ? 1 : 32); ++i) {
+      if (is_there()) return {};
+      yields ? std::this_thread::yield() : relax();
+    }
+  }
+  waits_.store(true, std::memory_order_release);
+  auto& sleeps = head(group_.rank()).sleeps;
+  Status status;
+  while (status.is_ok()) {
+    sleeps.store(1, std::memory_order_seq_cst);
+    const uint32_t now = counter.load(std::memory_order_seq_cst);
+    if (!is_before(now, at_least)) break;
+    const int64_t left = call.deadline.is_never() ? kSleepNs : std::min(kSleepNs, call.deadline.remaining_ns());
+    const timespec timeout{0, static_cast<long>(std::max<int64_t>(left, 1))};
+    (void)futex(counter, FUTEX_WAIT, now, &timeout);  // whatever it says, it is looked again
+    if (is_there()) break;
+    status = group_.trouble_with(rank);
+    if (status.is_ok() && call.deadline.expired())
+      status = {Code::deadline_exceeded, "timed out waiting for rank " + std::to_string(rank)};
+  }
+  sleeps.store(0, std::memory_order_relaxed);
+  waits_.store(false, std::memory_order_release);
+  return status;
+}
+
+void Board::raise(std::atomic<uint32_t>& counter, uint32_t to) {
+  counter.store(to, std::memory_order_seq_cst);
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (rank == group_.rank() || head(rank).sleeps.load(std::memory_order_seq_cst) == 0) continue;
+    (void)futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
+    return;
+  }
+}
+
+Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most) {
+  Board* board = call_.group.board();
+  if (board == nullptr) return {};
+  TM_TRY(board->open(call_));
+  if (!board->usable_) return {};
+  board_ = board;
+  kind_ = kind;
+  turn_ = board->turn_.load(std::memory_order_relaxed) + 1;
+  board->turn_.store(turn_, std::memory_order_relaxed);
+  for (int rank = 0; rank < call_.group.size(); ++rank)
+    if (rank != call_.group.rank()) TM_TRY(board->wait(call_, rank, board->head(rank).done, turn_ - kSlots));
+  small_ = most <= Board::kSlotBytes;
+  Board::Slot& slot = board->slot(call_.group.rank(), turn_);
+  slot.kind = static_cast<uint32_t>(kind);
+  slot.nbytes = nbytes;
+  if (!small_) post();
+  return {};
+}
+
+Turn::~Turn() {
+  if (board_) board_->raise(board_->head(call_.group.rank()).done, turn_);
+}
+
+std::byte* Turn::mine() { return board_->slot(call_.group.rank(), turn_).data; }
+
+void Turn::post() { board_->raise(board_->head(call_.group.rank()).posted, turn_); }
+
+Result<const std::byte*> Turn::theirs(int rank, uint64_t nbytes) {
+  TM_TRY(board_->wait(call_, rank, board_->head(rank).posted, turn_));
+  const Board::Slot& slot = board_->slot(rank, turn_);
+  const uint64_t shown = slot.nbytes;
+  if (slot.kind != static_cast<uint32_t>(kind_) || shown != nbytes)
+    return {Code::layout_mismatch, call_.group.name_of(rank) + " is in " +
+                                       name_of(static_cast<Board::Kind>(slot.kind)) + " with " + std::to_string(shown) +
+                                       " bytes, where " + name_of(kind_) + " with " + std::to_string(nbytes) +
+                                       " is expected"};
+  return slot.data;
+}
+
+}  // namespace torch_mooncake::coll

@@ -1,0 +1,101 @@
+// Board: collectives of little data between the ranks of one host, without messages.
+//
+// Each rank has a segment of shared memory that only it writes: a few slots, used in turn, and two counters: of the
+// last collective that it has shown (`posted`), and of the last that it is through with (`done`). In a collective a
+// rank fills its slot, posts it, waits for the others' and reads theirs. A slot is used again when everybody is through
+// with the collective that had it. Who waits spins for up to 50 µs (giving up the core in between where ranks outnumber
+// cores), then sleeps in a futex on the counter, having said so in its own segment, so that the other one wakes it.
+//
+// All collectives of a group are counted here, and shown, those that go by messages without data: a rank that is in
+// another one, or in one of another size, is found out at once.
+//
+// Threads: one collective at a time (as everywhere in a group); arrived() and missing() from any.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "collectives/collectives.h"
+#include "common/fd.h"
+#include "memory/segment.h"
+
+namespace torch_mooncake::coll {
+
+class Board {
+ public:
+  enum class Kind : uint32_t {
+    barrier,
+    broadcast,
+    all_reduce,
+    reduce,
+    all_gather,
+    reduce_scatter,
+    gather,
+    scatter,
+    other
+  };
+  static constexpr uint64_t kSlotBytes = 16 << 10;
+
+  explicit Board(Group& group);
+  // Another rank's segment, or an invalid fd: it cannot give one. (I/O thread.)
+  void arrived(int rank, const Id128& segment, UniqueFd fd);
+  // The ranks whose part in the collective under way is waited for here.
+  std::vector<int> missing() const;
+
+ private:
+  friend class Turn;
+  struct Head;
+  struct Slot;
+  // In the group's first collective the ranks show each other their segments, and agree whether all see all.
+  Status open(const Call& call);
+  Status offer(const Call& call, int rank, const Segment* segment);
+  Status wait(const Call& call, int rank, const std::atomic<uint32_t>& counter, uint32_t at_least);
+  void raise(std::atomic<uint32_t>& counter, uint32_t to);
+  Head& head(int rank) const;
+  Slot& slot(int rank, uint32_t turn) const;
+
+  Group& group_;
+  bool opened_ = false, usable_ = false;
+  std::atomic<uint32_t> turn_{0};  // collectives so far; wraps around
+  std::atomic<bool> waits_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable came_;
+  struct Seen {
+    bool came = false;
+    MappingPtr map;  // null: it gave none, or one that is no board
+  };
+  std::vector<Seen> seen_;  // by rank, ours too
+};
+
+// One collective: begin(); if it is small(), fill mine(), post(), and read theirs(). It is over at the end of the
+// scope.
+class Turn {
+ public:
+  explicit Turn(const Call& call) : call_(call) {}
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // `nbytes`: what this rank shows; `most`: the most that any rank shows, which all of them know (beyond a slot, or
+  // UINT64_MAX, it goes by messages). Waits until the slot can be used.
+  Status begin(Board::Kind kind, uint64_t nbytes, uint64_t most);
+  bool small() const { return small_; }
+  std::byte* mine();  // 64-byte aligned
+  void post();
+  // What that rank shows. layout_mismatch if it is in another collective, or shows another number of bytes.
+  Result<const std::byte*> theirs(int rank, uint64_t nbytes);
+
+ private:
+  const Call& call_;
+  Board* board_ = nullptr;
+  uint32_t turn_ = 0;
+  Board::Kind kind_{};
+  bool small_ = false;
+};
+
+}  // namespace torch_mooncake::coll

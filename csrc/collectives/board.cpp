@@ -15,7 +15,7 @@ namespace torch_mooncake::coll {
 namespace {
 
 constexpr uint32_t kSlots = 4;
-constexpr int64_t kSpinNs = 50'000;
+constexpr int64_t kSpinNs = 50'000, kHardSpinNs = 5'000;
 constexpr int64_t kSleepNs = 20'000'000;  // then it is looked whether the group is in trouble
 
 bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
@@ -34,8 +34,8 @@ long futex(const std::atomic<uint32_t>& word, int op, uint32_t value, const time
 }
 
 const char* name_of(Board::Kind kind) {
-  static constexpr const char* kNames[] = {"barrier",        "broadcast", "all_reduce", "reduce",      "all_gather",
-                                           "reduce_scatter", "gather",    "scatter",    "a collective"};
+  static constexpr const char* kNames[] = {"barrier",        "broadcast", "all_reduce", "reduce",     "all_gather",
+                                           "reduce_scatter", "gather",    "scatter",    "all_to_all", "a collective"};
   const auto i = static_cast<size_t>(kind);
   return i < std::size(kNames) ? kNames[i] : "something else";
 }
@@ -51,23 +51,26 @@ struct Board::Head {
 struct Board::Slot {
   alignas(64) uint32_t kind;
   uint64_t nbytes;
-  alignas(64) std::byte data[kSlotBytes];
+  alignas(64) std::byte data[64];  // and on, to the slot's size
+  static uint64_t stride(uint64_t slot_bytes) { return sizeof(Slot) - sizeof data + slot_bytes; }
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-Board::Board(Group& group) : group_(group), seen_(group.size()) {}
+Board::Board(Group& group, int which) : group_(group), which_(which), seen_(group.size()) {}
+
+uint64_t Board::segment_bytes() const { return sizeof(Head) + kSlots * Slot::stride(slot_bytes()); }
 
 Board::Head& Board::head(int rank) const { return *reinterpret_cast<Head*>(seen_[rank].map->data); }
 
 Board::Slot& Board::slot(int rank, uint32_t turn) const {
-  return reinterpret_cast<Slot*>(seen_[rank].map->data + sizeof(Head))[turn % kSlots];
+  return *reinterpret_cast<Slot*>(seen_[rank].map->data + sizeof(Head) + turn % kSlots * Slot::stride(slot_bytes()));
 }
 
 void Board::arrived(int rank, const Id128& segment, UniqueFd fd) {
   MappingPtr map;
   if (fd.valid()) {
     auto adopted = Segment::adopt(std::move(fd), segment);
-    if (adopted.is_ok() && (*adopted)->size() >= sizeof(Head) + kSlots * sizeof(Slot)) {
+    if (adopted.is_ok() && (*adopted)->size() >= segment_bytes()) {
       auto mapped = (*adopted)->map(Protection::read_only);
       if (mapped.is_ok()) map = *mapped;
     }
@@ -86,7 +89,10 @@ Status Board::offer(const Call& call, int rank, const Segment* segment) {
     if (copy.valid()) fds.push_back(std::move(copy));
   }
   ByteWriter out;
-  out.put(group_.id()).put(static_cast<uint32_t>(group_.rank())).put(segment ? segment->id() : Id128{});
+  out.put(group_.id())
+      .put(static_cast<uint32_t>(group_.rank()))
+      .put(static_cast<uint8_t>(which_))
+      .put(segment ? segment->id() : Id128{});
   session->call(
       kBoard, out.take(), call.deadline, [](const Result<rpc::Message>&) {}, std::move(fds));
   return {};
@@ -95,8 +101,7 @@ Status Board::offer(const Call& call, int rank, const Segment* segment) {
 Status Board::open(const Call& call) {
   if (opened_) return {};
   const int n = group_.size(), me = group_.rank();
-  auto segment = Segment::create("torch-mooncake board", sizeof(Head) + kSlots * sizeof(Slot),
-                                 sizeof(Head) + kSlots * sizeof(Slot));
+  auto segment = Segment::create("torch-mooncake board", segment_bytes(), segment_bytes());
   auto map = segment.is_ok() ? (*segment)->map(Protection::read_write) : Result<MappingPtr>(segment.status());
   if (map.is_ok()) {
     new ((*map)->data) Head;
@@ -143,11 +148,14 @@ Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& coun
   auto is_there = [&] { return !is_before(counter.load(std::memory_order_acquire), at_least); };
   if (is_there()) return {};
   static const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-  const bool yields = cores < group_.size();
-  for (const int64_t until = steady_ns() + kSpinNs; steady_ns() < until;) {
-    for (int i = 0; i < (yields ? 1 : 32); ++i) {
+  const bool crowded = cores < group_.size();
+  const int64_t begin = steady_ns();
+  for (int64_t now = begin; now < begin + kSpinNs; now = steady_ns()) {
+    // The one that is waited for may be where this thread runs, however many cores there are.
+    const bool alone = !crowded && now < begin + kHardSpinNs;
+    for (int i = 0; i < (alone ? 32 : 1); ++i) {
       if (is_there()) return {};
-      yields ? std::this_thread::yield() : relax();
+      alone ? relax() : std::this_thread::yield();
     }
   }
   waits_.store(true, std::memory_order_release);
@@ -180,7 +188,7 @@ void Board::raise(std::atomic<uint32_t>& counter, uint32_t to) {
 }
 
 Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most) {
-  Board* board = call_.group.board();
+  Board* board = call_.group.board(which_);
   if (board == nullptr) return {};
   TM_TRY(board->open(call_));
   if (!board->usable_) return {};
@@ -190,11 +198,11 @@ Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most) {
   board->turn_.store(turn_, std::memory_order_relaxed);
   for (int rank = 0; rank < call_.group.size(); ++rank)
     if (rank != call_.group.rank()) TM_TRY(board->wait(call_, rank, board->head(rank).done, turn_ - kSlots));
-  small_ = most <= Board::kSlotBytes;
+  on_board_ = most <= board->slot_bytes();
   Board::Slot& slot = board->slot(call_.group.rank(), turn_);
   slot.kind = static_cast<uint32_t>(kind);
   slot.nbytes = nbytes;
-  if (!small_) post();
+  if (!on_board_) post();
   return {};
 }
 
@@ -216,6 +224,13 @@ Result<const std::byte*> Turn::theirs(int rank, uint64_t nbytes) {
                                        " bytes, where " + name_of(kind_) + " with " + std::to_string(nbytes) +
                                        " is expected"};
   return slot.data;
+}
+
+Result<bool> has_large_board(const Call& call) {
+  Board* board = call.group.board(Board::kLarge);
+  if (board == nullptr) return false;
+  TM_TRY(board->open(call));
+  return board->usable_;
 }
 
 }  // namespace torch_mooncake::coll

@@ -6,8 +6,9 @@
 // with the collective that had it. Who waits spins for up to 50 µs (giving up the core in between where ranks outnumber
 // cores), then sleeps in a futex on the counter, having said so in its own segment, so that the other one wakes it.
 //
-// All collectives of a group are counted here, and shown, those that go by messages without data: a rank that is in
-// another one, or in one of another size, is found out at once.
+// A group has two. On the small one all its collectives are counted, and shown, those of much data without it: a rank
+// that is in another one, or in one of another size, is found out at once. Much data goes over the large one, piece by
+// piece, each a turn of its own: the slots stay in the caches, where the cores share them.
 //
 // Threads: one collective at a time (as everywhere in a group); arrived() and missing() from any.
 #pragma once
@@ -37,11 +38,14 @@ class Board {
     reduce_scatter,
     gather,
     scatter,
+    all_to_all,
     other
   };
-  static constexpr uint64_t kSlotBytes = 16 << 10;
+  static constexpr int kSmall = 0, kLarge = 1;
+  static constexpr uint64_t kSlotBytes[] = {16 << 10, 256 << 10};
 
-  explicit Board(Group& group);
+  Board(Group& group, int which);
+  uint64_t slot_bytes() const { return kSlotBytes[which_]; }
   // Another rank's segment, or an invalid fd: it cannot give one. (I/O thread.)
   void arrived(int rank, const Id128& segment, UniqueFd fd);
   // The ranks whose part in the collective under way is waited for here.
@@ -49,9 +53,11 @@ class Board {
 
  private:
   friend class Turn;
+  friend Result<bool> has_large_board(const Call& call);
   struct Head;
   struct Slot;
-  // In the group's first collective the ranks show each other their segments, and agree whether all see all.
+  uint64_t segment_bytes() const;
+  // When it is needed first the ranks show each other their segments, and agree whether all see all.
   Status open(const Call& call);
   Status offer(const Call& call, int rank, const Segment* segment);
   Status wait(const Call& call, int rank, const std::atomic<uint32_t>& counter, uint32_t at_least);
@@ -60,6 +66,7 @@ class Board {
   Slot& slot(int rank, uint32_t turn) const;
 
   Group& group_;
+  const int which_;
   bool opened_ = false, usable_ = false;
   std::atomic<uint32_t> turn_{0};  // collectives so far; wraps around
   std::atomic<bool> waits_{false};
@@ -72,19 +79,20 @@ class Board {
   std::vector<Seen> seen_;  // by rank, ours too
 };
 
-// One collective: begin(); if it is small(), fill mine(), post(), and read theirs(). It is over at the end of the
-// scope.
+// One collective, or one piece of one on the large board: begin(); if it is on the board, fill mine(), post(), and read
+// theirs(). It is over at the end of the scope.
 class Turn {
  public:
-  explicit Turn(const Call& call) : call_(call) {}
+  explicit Turn(const Call& call, int which = Board::kSmall) : call_(call), which_(which) {}
   ~Turn();
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
-  // `nbytes`: what this rank shows; `most`: the most that any rank shows, which all of them know (beyond a slot, or
-  // UINT64_MAX, it goes by messages). Waits until the slot can be used.
+  // `nbytes`: what this rank shows; `most`: the most that any rank shows, which all of them know. Waits until the slot
+  // can be used.
   Status begin(Board::Kind kind, uint64_t nbytes, uint64_t most);
-  bool small() const { return small_; }
+  // false: `most` does not fit a slot, or there is no board.
+  bool on_board() const { return on_board_; }
   std::byte* mine();  // 64-byte aligned
   void post();
   // What that rank shows. layout_mismatch if it is in another collective, or shows another number of bytes.
@@ -92,10 +100,14 @@ class Turn {
 
  private:
   const Call& call_;
+  const int which_;
   Board* board_ = nullptr;
   uint32_t turn_ = 0;
   Board::Kind kind_{};
-  bool small_ = false;
+  bool on_board_ = false;
 };
+
+// Whether much data can go over the large board: what all ranks know.
+Result<bool> has_large_board(const Call& call);
 
 }  // namespace torch_mooncake::coll

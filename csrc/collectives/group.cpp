@@ -33,7 +33,8 @@ Result<GroupPtr> Group::join(HubPtr hub, GroupOptions options) {
 Group::Group(HubPtr hub, GroupOptions options)
     : hub_(std::move(hub)), options_(std::move(options)), gone_(options_.members.size()) {
   for (const auto& member : options_.members) single_host_ &= member.host_id == hub_->self().host_id;
-  if (single_host_ && size() > 1) board_ = std::make_unique<Board>(*this);
+  for (int which = 0; which < 2 && single_host_ && size() > 1; ++which)
+    boards_[which] = std::make_unique<Board>(*this, which);
 }
 
 Group::~Group() = default;  // the hub holds it until leave()
@@ -69,7 +70,9 @@ Status Group::trouble_with(int rank) const {
 }
 
 std::string Group::awaited() const {
-  const std::vector<int> missing = board_ ? board_->missing() : std::vector<int>{};
+  std::vector<int> missing;
+  for (const auto& board : boards_)
+    if (board && missing.empty()) missing = board->missing();
   std::lock_guard lock(mutex_);
   std::vector<bool> waiting(size(), false);
   for (int rank : missing) waiting[rank] = true;
@@ -449,8 +452,9 @@ void Group::on_leave(uint32_t rank) {
   rank_gone(static_cast<int>(rank), {Code::peer_lost, name_of(rank) + " has left the group"}, false);
 }
 
-void Group::on_board(uint32_t rank, const Id128& segment, UniqueFd fd) {
-  if (board_ && rank < options_.members.size()) board_->arrived(static_cast<int>(rank), segment, std::move(fd));
+void Group::on_board(uint32_t rank, uint8_t which, const Id128& segment, UniqueFd fd) {
+  if (which < boards_.size() && boards_[which] && rank < options_.members.size())
+    boards_[which]->arrived(static_cast<int>(rank), segment, std::move(fd));
 }
 
 void Group::on_engine_gone(const Id128& engine, const Status& why) {

@@ -17,6 +17,7 @@
 // Threads: everything is safe from any thread that is not an I/O thread. After leave() or abort() calls fail at once.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -72,8 +73,8 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   // Tells the others, waits (at most `deadline`) until they have all our messages, and is gone. Idempotent.
   void leave(Deadline deadline);
 
-  // For small collectives on one host; null: the ranks are on several.
-  Board* board() const { return board_.get(); }
+  // For the collectives of one host; null: the ranks are on several.
+  Board* board(int which) const { return boards_[which].get(); }
   Result<rpc::SessionPtr> session_with(int rank, Deadline deadline);
 
   // From the hub, on I/O threads.
@@ -83,7 +84,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   void on_withdraw(const Verdict& verdict);
   void on_trouble(const Trouble& trouble);
   void on_leave(uint32_t rank);
-  void on_board(uint32_t rank, const Id128& segment, UniqueFd fd);
+  void on_board(uint32_t rank, uint8_t which, const Id128& segment, UniqueFd fd);
   void on_engine_gone(const Id128& engine, const Status& why);
 
  private:
@@ -140,7 +141,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   HubPtr hub_;
   const GroupOptions options_;
   bool single_host_ = true;
-  std::unique_ptr<Board> board_;
+  std::array<std::unique_ptr<Board>, 2> boards_;
   mutable std::mutex mutex_;
   std::unordered_map<Key, Box, KeyHash> boxes_;
   std::unordered_map<uint64_t, Sending> sending_;

@@ -370,9 +370,10 @@ void Hub::deliver(Group& group, uint16_t method, const rpc::SessionPtr& session,
       ByteReader in(body);
       in.get_id();
       const auto rank = in.get<uint32_t>();
+      const auto which = in.get<uint8_t>();
       const Id128 segment = in.get_id();
       ok = in.done();
-      if (ok) group.on_board(rank, segment, fds.empty() ? UniqueFd() : std::move(fds[0]));
+      if (ok) group.on_board(rank, which, segment, fds.empty() ? UniqueFd() : std::move(fds[0]));
       break;
     }
     default:

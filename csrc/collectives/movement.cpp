@@ -1,6 +1,7 @@
 // Collectives that only move bytes.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "collectives/board.h"
 #include "collectives/collectives.h"
@@ -94,6 +95,100 @@ void show(Turn& turn, const void* data, uint64_t nbytes) {
   turn.post();
 }
 
+// Much data over the large board, a slot at a time: all of `in` of each rank that shows something, to all who want it.
+Status show_pieces(const Call& call, Board::Kind kind, ConstPiece in, std::span<const Piece> out, uint64_t most) {
+  const int n = call.group.size(), me = call.group.rank();
+  constexpr uint64_t kStep = Board::kSlotBytes[Board::kLarge];
+  auto part = [kStep](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(kStep, nbytes - at) : 0; };
+  for (uint64_t at = 0; at < most; at += kStep) {
+    const uint64_t own = part(at, in.nbytes);
+    Turn turn(call, Board::kLarge);
+    TM_TRY(turn.begin(kind, own, kStep));
+    show(turn, static_cast<const std::byte*>(in.data) + at, own);
+    for (int i = 1; i < n; ++i) {
+      const Piece& from = out[(me + i) % n];
+      const uint64_t nbytes = part(at, from.nbytes);
+      if (nbytes > 0) TM_TRY(take(turn, (me + i) % n, static_cast<std::byte*>(from.data) + at, nbytes));
+    }
+  }
+  return {};
+}
+
+uint64_t word_up(uint64_t nbytes) { return nbytes > UINT64_MAX - 7 ? nbytes : (nbytes + 7) / 8 * 8; }
+
+// What a rank shows in an all_to_all: the sizes of its pieces by rank, and the pieces, if all of them fit the slot.
+struct Shown {
+  const std::byte* data = nullptr;
+  std::vector<uint64_t> sizes, places;
+  uint64_t longest = 0;
+  bool fits = true;
+
+  Shown(const uint64_t* from, size_t n, const std::byte* slot) : data(slot), sizes(from, from + n) {
+    uint64_t at = n * sizeof(uint64_t);
+    for (const uint64_t size : sizes) {
+      places.push_back(at);
+      longest = std::max(longest, size);
+      fits = fits && size <= Board::kSlotBytes[Board::kSmall] - at;
+      at = fits ? std::min(Board::kSlotBytes[Board::kSmall], at + word_up(size)) : at;
+    }
+  }
+};
+
+// All learn all sizes in one turn, in which what is little goes along; so they agree on how many pieces the rest takes.
+Status all_to_all_on_board(const Call& call, Turn& turn, std::span<const ConstPiece> in, std::span<const Piece> out) {
+  const int n = call.group.size(), me = call.group.rank();
+  std::vector<uint64_t> sizes;
+  for (const ConstPiece& piece : in) sizes.push_back(piece.nbytes);
+  sizes[me] = 0;
+  const Shown ours(sizes.data(), sizes.size(), turn.mine());
+  std::memcpy(turn.mine(), sizes.data(), sizes.size() * sizeof(uint64_t));
+  for (int to = 0; to < n && ours.fits; ++to)
+    if (sizes[to] > 0) std::memcpy(turn.mine() + ours.places[to], in[to].data, sizes[to]);
+  turn.post();
+  uint64_t longest = ours.fits ? 0 : ours.longest;
+  std::vector<bool> late(n);
+  for (int i = 1; i < n; ++i) {
+    const int from = (me + i) % n;
+    TM_ASSIGN(const std::byte* slot, turn.theirs(from, sizes.size() * sizeof(uint64_t)));
+    const Shown shown(reinterpret_cast<const uint64_t*>(slot), sizes.size(), slot);
+    if (shown.sizes[me] != out[from].nbytes)
+      return {Code::layout_mismatch, call.group.name_of(from) + " sends " + std::to_string(shown.sizes[me]) +
+                                         " bytes, where " + std::to_string(out[from].nbytes) + " are expected"};
+    late[from] = !shown.fits;
+    if (late[from]) longest = std::max(longest, shown.longest);
+    if (!late[from] && out[from].nbytes > 0) std::memcpy(out[from].data, slot + shown.places[me], out[from].nbytes);
+  }
+  copy_own(out[me].data, in[me].data, in[me].nbytes);
+  if (longest == 0) return {};
+  TM_ASSIGN(const bool large, has_large_board(call));
+  if (!large) {
+    Exchange exchange(call);
+    for (int i = 1; i < n; ++i)
+      if (const int from = (me + n - i) % n; late[from]) exchange.receive(from, out[from].data, out[from].nbytes);
+    for (int i = 1; i < n && !ours.fits; ++i) exchange.send((me + i) % n, in[(me + i) % n].data, sizes[(me + i) % n]);
+    return exchange.wait();
+  }
+  const uint64_t room = Board::kSlotBytes[Board::kLarge] / static_cast<uint64_t>(n - 1) / 64 * 64;
+  const auto place = [](int of, int to) { return static_cast<uint64_t>(to < of ? to : to - 1); };  // among the others'
+  auto part = [&](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(room, nbytes - at) : 0; };
+  for (uint64_t at = 0; at < longest; at += room) {
+    Turn piece(call, Board::kLarge);
+    TM_TRY(piece.begin(Board::Kind::all_to_all, at, room * static_cast<uint64_t>(n - 1)));
+    for (int to = 0; to < n && !ours.fits; ++to)
+      if (const uint64_t nbytes = part(at, sizes[to]); nbytes > 0)
+        std::memcpy(piece.mine() + place(me, to) * room, static_cast<const std::byte*>(in[to].data) + at, nbytes);
+    piece.post();
+    for (int i = 1; i < n; ++i) {
+      const int from = (me + i) % n;
+      const uint64_t nbytes = late[from] ? part(at, out[from].nbytes) : 0;
+      if (nbytes == 0) continue;
+      TM_ASSIGN(const std::byte* shown, piece.theirs(from, at));
+      std::memcpy(static_cast<std::byte*>(out[from].data) + at, shown + place(from, me) * room, nbytes);
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 // Dissemination: after step k everybody has heard, directly or not, of 2^(k+1) ranks.
@@ -102,7 +197,7 @@ Status barrier(const Call& call) {
   const int rank = call.group.rank();
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::barrier, 0, 0));
-  if (turn.small()) {
+  if (turn.on_board()) {
     turn.post();
     for (int i = 1; i < n; ++i) TM_TRY(turn.theirs((rank + i) % n, 0).status());
     return {};
@@ -132,9 +227,16 @@ Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
   if (call.group.size() == 1) return {};
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::broadcast, nbytes, nbytes));
-  if (turn.small()) {
+  if (turn.on_board()) {
     show(turn, data, call.group.rank() == root ? nbytes : 0);
     return call.group.rank() == root ? Status() : take(turn, root, data, nbytes);
+  }
+  TM_ASSIGN(const bool large, has_large_board(call));
+  if (large) {
+    std::vector<Piece> from(call.group.size(), {nullptr, 0});
+    const bool is_root = call.group.rank() == root;
+    if (!is_root) from[root] = {data, nbytes};
+    return show_pieces(call, Board::Kind::broadcast, {data, is_root ? nbytes : 0}, from, nbytes);
   }
   if (nbytes <= kTreeBytes) return broadcast_tree(call, data, nbytes, root);
   return call.group.single_host() ? broadcast_star(call, data, nbytes, root)
@@ -150,7 +252,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
   for (const Piece& piece : out) most = std::max(most, piece.nbytes);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::all_gather, in.nbytes, most));
-  if (turn.small()) {
+  if (turn.on_board()) {
     show(turn, in.data, in.nbytes);
     for (int i = 1; i < n; ++i) {
       const int from = (rank + i) % n;
@@ -158,6 +260,11 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
     }
     copy_own(out[rank].data, in.data, in.nbytes);
     return {};
+  }
+  TM_ASSIGN(const bool large, has_large_board(call));
+  if (large) {
+    copy_own(out[rank].data, in.data, in.nbytes);
+    return show_pieces(call, Board::Kind::all_gather, in, out, most);
   }
   Exchange exchange(call);
   for (int i = 1; i < n; ++i) {
@@ -174,7 +281,7 @@ Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void*
   if (call.group.rank() == root) TM_TRY(check_count(call.group, out.size(), "outputs"));
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::gather, nbytes, nbytes));
-  if (turn.small()) {
+  if (turn.on_board()) {
     show(turn, in, call.group.rank() == root ? 0 : nbytes);
     if (call.group.rank() != root) return {};
     for (int rank = 0; rank < call.group.size(); ++rank)
@@ -198,10 +305,10 @@ Status scatter(const Call& call, std::span<const void* const> in, void* out, uin
   TM_TRY(check_root(call.group, root));
   if (call.group.rank() == root) TM_TRY(check_count(call.group, in.size(), "inputs"));
   const auto n = static_cast<uint64_t>(call.group.size());
-  const uint64_t all = nbytes > Board::kSlotBytes ? UINT64_MAX : nbytes * n;
+  const uint64_t all = nbytes > Board::kSlotBytes[Board::kSmall] ? UINT64_MAX : nbytes * n;
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::scatter, all, all));
-  if (turn.small()) {
+  if (turn.on_board()) {
     if (call.group.rank() == root) {
       for (size_t rank = 0; rank < n && nbytes > 0; ++rank) std::memcpy(turn.mine() + rank * nbytes, in[rank], nbytes);
       copy_own(out, in[root], nbytes);
@@ -232,7 +339,9 @@ Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<co
   const int rank = call.group.rank();
   TM_TRY(check_own(call.group, in[rank].nbytes, out[rank].nbytes));
   Turn turn(call);
-  TM_TRY(turn.begin(Board::Kind::other, 0, UINT64_MAX));
+  const uint64_t sizes = static_cast<uint64_t>(n) * sizeof(uint64_t);
+  TM_TRY(turn.begin(Board::Kind::all_to_all, sizes, sizes));
+  if (turn.on_board()) return all_to_all_on_board(call, turn, in, out);
   Exchange exchange(call);
   for (int i = 1; i < n; ++i) {
     const int from = (rank + n - i) % n;

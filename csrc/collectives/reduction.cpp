@@ -225,6 +225,85 @@ Status reduce_scatter_shown(const Call& call, Turn& turn, std::span<const ConstP
   return {};
 }
 
+// Where rank `of` shows what it has for rank `to`, among its pieces for the others.
+uint64_t place_of(int of, int to) { return static_cast<uint64_t>(to < of ? to : to - 1); }
+
+// One piece of much data over the large board: pieces[r] of every rank goes to rank r, which reduces them into `out`.
+Status collect_piece(const Call& call, std::span<const ConstPiece> pieces, uint64_t room, void* out, uint64_t count,
+                     DType dtype, ReduceOp op, Board::Kind kind) {
+  const int n = call.group.size(), me = call.group.rank();
+  uint64_t total = 0;
+  for (const ConstPiece& piece : pieces) total += piece.nbytes;
+  Turn turn(call, Board::kLarge);
+  TM_TRY(turn.begin(kind, total, room * (n - 1)));
+  for (int to = 0; to < n; ++to)
+    if (to != me && pieces[to].nbytes > 0)
+      std::memcpy(turn.mine() + place_of(me, to) * room, pieces[to].data, pieces[to].nbytes);
+  turn.post();
+  std::vector<const void*> inputs(n, pieces[me].data);
+  for (int from = 0; from < n; ++from) {
+    if (from == me) continue;
+    TM_ASSIGN(const std::byte* shown, turn.theirs(from, total));
+    inputs[from] = shown + place_of(from, me) * room;
+  }
+  if (count > 0) reduce_many(out, inputs, count, dtype, op);
+  return {};
+}
+
+uint64_t room_of_piece(int n) { return Board::kSlotBytes[Board::kLarge] / static_cast<uint64_t>(n - 1) / 64 * 64; }
+
+std::vector<ConstPiece> parts_of(const std::byte* data, uint64_t count, int n, uint64_t item) {
+  std::vector<ConstPiece> pieces;
+  for (int r = 0; r < n; ++r) {
+    const Part part = part_of(count, r, n, item);
+    pieces.push_back({data + part.begin * item, part.count * item});
+  }
+  return pieces;
+}
+
+// Piece by piece: every rank reduces its part of it, then shows that to those who want it, all or the root.
+Status reduce_on_board(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root) {
+  const int n = call.group.size(), me = call.group.rank();
+  const bool all = root < 0, wants = all || me == root;
+  const Board::Kind kind = all ? Board::Kind::all_reduce : Board::Kind::reduce;
+  const uint64_t item = item_bytes(dtype), room = room_of_piece(n);
+  const uint64_t step = room / item * static_cast<uint64_t>(n);
+  std::byte* result = wants ? nullptr : call.scratch.get(room);
+  for (uint64_t at = 0; at < count; at += step) {
+    auto* piece = static_cast<std::byte*>(data) + at * item;
+    const uint64_t elements = std::min(step, count - at);
+    const auto parts = parts_of(piece, elements, n, item);
+    const Part mine = part_of(elements, me, n, item);
+    std::byte* own = wants ? piece + mine.begin * item : result;
+    TM_TRY(collect_piece(call, parts, room, own, mine.count, dtype, op, kind));
+    Turn turn(call, Board::kLarge);
+    TM_TRY(turn.begin(kind, parts[me].nbytes, room));
+    if (all || me != root) std::memcpy(turn.mine(), own, parts[me].nbytes);
+    turn.post();
+    for (int i = 1; i < n && wants; ++i) {
+      const int from = (me + i) % n;
+      const Part part = part_of(elements, from, n, item);
+      TM_ASSIGN(const std::byte* shown, turn.theirs(from, parts[from].nbytes));
+      std::memcpy(piece + part.begin * item, shown, parts[from].nbytes);
+    }
+  }
+  return {};
+}
+
+Status reduce_scatter_on_board(const Call& call, std::span<const ConstPiece> in, Piece out, uint64_t longest,
+                               DType dtype, ReduceOp op) {
+  const int n = call.group.size();
+  const uint64_t item = item_bytes(dtype), step = room_of_piece(n);
+  auto part = [&](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(step, nbytes - at) : 0; };
+  for (uint64_t at = 0; at < longest; at += step) {
+    std::vector<ConstPiece> pieces(n);
+    for (int r = 0; r < n; ++r) pieces[r] = {static_cast<const std::byte*>(in[r].data) + at, part(at, in[r].nbytes)};
+    TM_TRY(collect_piece(call, pieces, step, static_cast<std::byte*>(out.data) + at, part(at, out.nbytes) / item, dtype,
+                         op, Board::Kind::reduce_scatter));
+  }
+  return {};
+}
+
 }  // namespace
 
 std::byte* Scratch::get(uint64_t nbytes) {
@@ -249,7 +328,9 @@ Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, Red
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::all_reduce, nbytes, nbytes));
-  if (turn.small()) return all_reduce_shown(call, turn, data, count, dtype, op);
+  if (turn.on_board()) return all_reduce_shown(call, turn, data, count, dtype, op);
+  TM_ASSIGN(const bool large, has_large_board(call));
+  if (large) return reduce_on_board(call, data, count, dtype, op, -1);
   if (nbytes > kDirectBytes) return all_reduce_slices(call, data, count, dtype, op);
   if (call.group.size() <= kDirectRanks) return all_reduce_direct(call, data, count, dtype, op);
   return all_reduce_doubling(call, data, count, dtype, op);
@@ -262,7 +343,7 @@ Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceO
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::reduce, nbytes, nbytes));
-  if (turn.small()) {
+  if (turn.on_board()) {
     if (call.group.rank() != root) std::memcpy(turn.mine(), data, nbytes);
     turn.post();
     if (call.group.rank() != root) return {};
@@ -270,6 +351,8 @@ Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceO
     reduce_many(data, inputs, count, dtype, op);
     return {};
   }
+  TM_ASSIGN(const bool large, has_large_board(call));
+  if (large) return reduce_on_board(call, data, count, dtype, op, root);
   if (nbytes > kDirectBytes) return reduce_slices(call, data, count, dtype, op, root);
   return reduce_at_root(call, data, count, dtype, op, root);
 }
@@ -285,7 +368,9 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
   for (const auto& piece : in) longest = std::max(longest, piece.nbytes), total += line_up(piece.nbytes);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::reduce_scatter, total, total));
-  if (turn.small()) return reduce_scatter_shown(call, turn, in, out, dtype, op);
+  if (turn.on_board()) return reduce_scatter_shown(call, turn, in, out, dtype, op);
+  TM_ASSIGN(const bool large, has_large_board(call));
+  if (large) return reduce_scatter_on_board(call, in, out, longest, dtype, op);
   auto part = [](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(kSliceBytes, nbytes - at) : 0; };
   for (uint64_t at = 0; at < longest; at += kSliceBytes) {
     std::vector<ConstPiece> pieces(n);

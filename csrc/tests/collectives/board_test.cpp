@@ -36,7 +36,8 @@ std::vector<Status> trains(World& world, int n) {
 uint64_t bytes_sent(World& world) {
   uint64_t sum = 0;
   for (auto& hub : world.hubs)
-    for (auto& lane : hub->engine().stats().lanes) sum += lane.bytes_sent;
+    for (auto& session : hub->engine().rpc().sessions())
+      for (auto& lane : session->lanes()) sum += lane->bytes_sent();
   return sum;
 }
 
@@ -46,7 +47,7 @@ TEST_CASE("board: thousands in a row, also where ranks outnumber cores") {
   for (int size : {2, 3, 9}) {
     World world(size);
     for (const auto& status : trains(world, size > 4 ? 300 : 3000)) REQUIRE_MESSAGE(status.is_ok(), status.to_string());
-    CHECK(world.groups[0]->board() != nullptr);
+    CHECK(world.groups[0]->board(Board::kSmall) != nullptr);
   }
 }
 
@@ -66,8 +67,69 @@ TEST_CASE("board: small collectives send no message") {
 
 TEST_CASE("board: hosts of their own have none") {
   World world(2, {"tcp"}, false);
-  CHECK(world.groups[0]->board() == nullptr);
+  CHECK(world.groups[0]->board(Board::kSmall) == nullptr);
   for (const auto& status : trains(world, 50)) REQUIRE(status.is_ok());
+}
+
+TEST_CASE("board: where one rank's segment cannot be had, all go by messages") {
+  for (bool both : {true, false}) {
+    World world(3);
+    if (both) world.groups[2]->board(Board::kSmall)->arrived(0, random_id(), UniqueFd());
+    world.groups[2]->board(Board::kLarge)->arrived(0, random_id(), UniqueFd());
+    world.must([](const Call& call) { return barrier(call); });
+    const uint64_t before = bytes_sent(world);
+    for (const auto& status : trains(world, 50)) REQUIRE(status.is_ok());
+    CHECK((bytes_sent(world) - before > 50'000) == both);
+    world.must([](const Call& call) {
+      const int me = call.group.rank();
+      std::vector<int> data(100'000, me);
+      TM_TRY(all_reduce(call, data.data(), data.size(), DType::i32, ReduceOp::sum));
+      if (data != std::vector<int>(100'000, 3)) return Status(Code::corrupt, "all_reduce");
+      std::vector<int> in(90'000, me), out(90'000);
+      std::vector<ConstPiece> ins;
+      std::vector<Piece> outs;
+      for (int r = 0; r < 3; ++r)
+        ins.push_back({&in[30'000 * r], 120'000}), outs.push_back({&out[30'000 * r], 120'000});
+      TM_TRY(all_to_all(call, ins, outs));
+      for (int r = 0; r < 3; ++r)
+        if (out[30'000 * r] != r || out[30'000 * r + 29'999] != r) return Status(Code::corrupt, "all_to_all");
+      return Status();
+    });
+  }
+}
+
+TEST_CASE(
+    "board: an all_to_all of a large piece of one pair among small ones, and sizes that two sides see differently") {
+  World world(3);
+  for (uint64_t large : {uint64_t{10}, uint64_t{300'000}}) {
+    world.must([&](const Call& call) {
+      const int me = call.group.rank();
+      auto size = [&](int from, int to) { return from == 1 && to == 2 ? large : static_cast<uint64_t>(from + to); };
+      std::vector<std::vector<uint8_t>> in, out;
+      std::vector<ConstPiece> ins;
+      std::vector<Piece> outs;
+      for (int r = 0; r < 3; ++r) in.emplace_back(size(me, r), static_cast<uint8_t>(10 * me + r));
+      for (int r = 0; r < 3; ++r) out.emplace_back(size(r, me));
+      for (int r = 0; r < 3; ++r)
+        ins.push_back({in[r].data(), in[r].size()}), outs.push_back({out[r].data(), out[r].size()});
+      TM_TRY(all_to_all(call, ins, outs));
+      for (int r = 0; r < 3; ++r)
+        if (out[r] != std::vector<uint8_t>(size(r, me), static_cast<uint8_t>(10 * r + me)))
+          return Status(Code::corrupt, "all_to_all");
+      return Status();
+    });
+  }
+  const auto statuses = world.collective([&](const Call& call) {
+    std::vector<uint8_t> in(300), out(300);
+    std::vector<ConstPiece> ins(3, {in.data(), 100});
+    std::vector<Piece> outs(3, {out.data(), 100});
+    if (call.group.rank() == 0) outs[2].nbytes = 99;
+    Status status = all_to_all(call, ins, outs);
+    if (!status.is_ok()) call.group.give_up(status);
+    return status;
+  });
+  CHECK(statuses[0].code() == Code::layout_mismatch);
+  CHECK(statuses[0].message().find("rank 2 sends 100 bytes, where 99 are expected") != std::string::npos);
 }
 
 TEST_CASE("board: a root does not run away from ranks that are behind") {

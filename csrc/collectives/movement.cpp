@@ -53,19 +53,6 @@ Status broadcast_tree(const Call& call, void* data, uint64_t nbytes, int root) {
   return exchange.wait();
 }
 
-// Everybody reads from the root's memory at the same time.
-Status broadcast_star(const Call& call, void* data, uint64_t nbytes, int root) {
-  Exchange exchange(call);
-  if (call.group.rank() != root) {
-    exchange.receive(root, data, nbytes);
-    return exchange.wait();
-  }
-  for (int rank = 0; rank < call.group.size(); ++rank) {
-    if (rank != root) exchange.send(rank, data, nbytes);
-  }
-  return exchange.wait();
-}
-
 Status broadcast_chain(const Call& call, void* data, uint64_t nbytes, int root) {
   const int n = call.group.size();
   const int me = (call.group.rank() - root + n) % n;
@@ -239,8 +226,7 @@ Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
     return show_pieces(call, Board::Kind::broadcast, {data, is_root ? nbytes : 0}, from, nbytes);
   }
   if (nbytes <= kTreeBytes) return broadcast_tree(call, data, nbytes, root);
-  return call.group.single_host() ? broadcast_star(call, data, nbytes, root)
-                                  : broadcast_chain(call, data, nbytes, root);
+  return broadcast_chain(call, data, nbytes, root);
 }
 
 Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "collectives/exchange.h"
+#include "common/process.h"
 
 namespace torch_mooncake::coll {
 namespace {
@@ -50,13 +51,13 @@ struct Board::Head {
 };
 struct Board::Slot {
   alignas(64) uint32_t kind;
-  uint64_t nbytes;
+  uint64_t seq, nbytes, most, agreed;
   alignas(64) std::byte data[64];  // and on, to the slot's size
   static uint64_t stride(uint64_t slot_bytes) { return sizeof(Slot) - sizeof data + slot_bytes; }
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-Board::Board(Group& group, int which) : group_(group), which_(which), seen_(group.size()) {}
+Board::Board(Group& group, int which) : group_(group), which_(which), pid_(process_id()), seen_(group.size()) {}
 
 uint64_t Board::segment_bytes() const { return sizeof(Head) + kSlots * Slot::stride(slot_bytes()); }
 
@@ -114,12 +115,18 @@ Status Board::open(const Call& call) {
   for (int rank = 0; rank < n; ++rank) {
     if (rank == me) continue;
     std::unique_lock lock(mutex_);
-    while (!seen_[rank].came) {
+    opens_ = true;
+    Status status;
+    while (!seen_[rank].came && status.is_ok()) {
       came_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
-      TM_TRY(group_.trouble_with(rank));
-      if (call.deadline.expired())
-        return {Code::deadline_exceeded, "timed out waiting for rank " + std::to_string(rank)};
+      if (seen_[rank].came) break;
+      lock.unlock();
+      status = group_.trouble_with(rank);
+      if (status.is_ok() && call.deadline.expired()) status = late();
+      lock.lock();
     }
+    opens_ = false;
+    TM_TRY(status);
     sees_all &= seen_[rank].map != nullptr;
   }
   std::vector<uint8_t> all(n, sees_all);
@@ -132,8 +139,16 @@ Status Board::open(const Call& call) {
   return {};
 }
 
+Status Board::late() const { return {Code::deadline_exceeded, "timed out waiting for " + group_.awaited()}; }
+
 std::vector<int> Board::missing() const {
   std::vector<int> out;
+  {
+    std::lock_guard lock(mutex_);
+    for (int rank = 0; rank < group_.size() && opens_; ++rank)
+      if (!seen_[rank].came && rank != group_.rank()) out.push_back(rank);
+    if (opens_) return out;
+  }
   if (!waits_.load(std::memory_order_acquire)) return out;
   const uint32_t turn = turn_.load(std::memory_order_relaxed);
   for (int rank = 0; rank < group_.size(); ++rank)
@@ -170,8 +185,8 @@ Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& coun
     (void)futex(counter, FUTEX_WAIT, now, &timeout);  // whatever it says, it is looked again
     if (is_there()) break;
     status = group_.trouble_with(rank);
-    if (status.is_ok() && call.deadline.expired())
-      status = {Code::deadline_exceeded, "timed out waiting for rank " + std::to_string(rank)};
+    if (status.is_ok() && call.deadline.expired()) status = late();
+    if (is_there()) status = {};  // it came, and left since
   }
   sleeps.store(0, std::memory_order_relaxed);
   waits_.store(false, std::memory_order_release);
@@ -187,9 +202,10 @@ void Board::raise(std::atomic<uint32_t>& counter, uint32_t to) {
   }
 }
 
-Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most) {
+Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t agreed) {
   Board* board = call_.group.board(which_);
   if (board == nullptr) return {};
+  TM_TRY(board->check_alive());
   TM_TRY(board->open(call_));
   if (!board->usable_) return {};
   board_ = board;
@@ -201,7 +217,10 @@ Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most) {
   on_board_ = most <= board->slot_bytes();
   Board::Slot& slot = board->slot(call_.group.rank(), turn_);
   slot.kind = static_cast<uint32_t>(kind);
+  slot.seq = call_.seq;
   slot.nbytes = nbytes;
+  slot.most = most_ = most;
+  slot.agreed = agreed_ = agreed;
   if (!on_board_) post();
   return {};
 }
@@ -218,7 +237,11 @@ Result<const std::byte*> Turn::theirs(int rank, uint64_t nbytes) {
   TM_TRY(board_->wait(call_, rank, board_->head(rank).posted, turn_));
   const Board::Slot& slot = board_->slot(rank, turn_);
   const uint64_t shown = slot.nbytes;
-  if (slot.kind != static_cast<uint32_t>(kind_) || shown != nbytes)
+  if (slot.kind == static_cast<uint32_t>(kind_) && shown == nbytes && slot.seq == call_.seq &&
+      (slot.most != most_ || slot.agreed != agreed_))
+    return {Code::layout_mismatch,
+            call_.group.name_of(rank) + " has other sizes in " + name_of(kind_) + " than this rank"};
+  if (slot.kind != static_cast<uint32_t>(kind_) || shown != nbytes || slot.seq != call_.seq)
     return {Code::layout_mismatch, call_.group.name_of(rank) + " is in " +
                                        name_of(static_cast<Board::Kind>(slot.kind)) + " with " + std::to_string(shown) +
                                        " bytes, where " + name_of(kind_) + " with " + std::to_string(nbytes) +
@@ -226,9 +249,26 @@ Result<const std::byte*> Turn::theirs(int rank, uint64_t nbytes) {
   return slot.data;
 }
 
+Status Turn::meet(uint64_t nbytes) {
+  for (int rank = 0; rank < call_.group.size() && board_; ++rank)
+    if (rank != call_.group.rank()) TM_TRY(theirs(rank, nbytes).status());
+  return {};
+}
+
+Status Turn::meet_at(int root, uint64_t root_nbytes, uint64_t leaf_nbytes) {
+  if (call_.group.rank() == root) return meet(leaf_nbytes);
+  return board_ ? theirs(root, root_nbytes).status() : Status();
+}
+
+Status Board::check_alive() const {
+  if (pid_ != process_id()) return {Code::forked, "this process group belongs to the process that was forked"};
+  return group_.trouble();
+}
+
 Result<bool> has_large_board(const Call& call) {
   Board* board = call.group.board(Board::kLarge);
   if (board == nullptr) return false;
+  TM_TRY(board->check_alive());
   TM_TRY(board->open(call));
   return board->usable_;
 }

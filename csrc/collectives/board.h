@@ -48,7 +48,7 @@ class Board {
   uint64_t slot_bytes() const { return kSlotBytes[which_]; }
   // Another rank's segment, or an invalid fd: it cannot give one. (I/O thread.)
   void arrived(int rank, const Id128& segment, UniqueFd fd);
-  // The ranks whose part in the collective under way is waited for here.
+  // The ranks that have not come to the collective under way, if this one waits for any of them.
   std::vector<int> missing() const;
 
  private:
@@ -57,6 +57,8 @@ class Board {
   struct Head;
   struct Slot;
   uint64_t segment_bytes() const;
+  Status check_alive() const;
+  Status late() const;
   // When it is needed first the ranks show each other their segments, and agree whether all see all.
   Status open(const Call& call);
   Status offer(const Call& call, int rank, const Segment* segment);
@@ -67,9 +69,11 @@ class Board {
 
   Group& group_;
   const int which_;
+  const int pid_;
   bool opened_ = false, usable_ = false;
   std::atomic<uint32_t> turn_{0};  // collectives so far; wraps around
   std::atomic<bool> waits_{false};
+  bool opens_ = false;  // under mutex_
   mutable std::mutex mutex_;
   std::condition_variable came_;
   struct Seen {
@@ -88,15 +92,19 @@ class Turn {
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
-  // `nbytes`: what this rank shows; `most`: the most that any rank shows, which all of them know. Waits until the slot
-  // can be used.
-  Status begin(Board::Kind kind, uint64_t nbytes, uint64_t most);
+  // `nbytes`: what this rank shows; `most`: the most that any rank shows, which all of them know; `agreed`: what else
+  // they must agree about (a hash of sizes). Waits until the slot can be used.
+  Status begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t agreed = 0);
   // false: `most` does not fit a slot, or there is no board.
   bool on_board() const { return on_board_; }
   std::byte* mine();  // 64-byte aligned
   void post();
   // What that rank shows. layout_mismatch if it is in another collective, or shows another number of bytes.
   Result<const std::byte*> theirs(int rank, uint64_t nbytes);
+  // The same without looking at the data, before it comes by another way: of all ranks, or of the root only; the root's
+  // own look is at all. Nothing without a board.
+  Status meet(uint64_t nbytes);
+  Status meet_at(int root, uint64_t root_nbytes, uint64_t leaf_nbytes);
 
  private:
   const Call& call_;
@@ -104,8 +112,26 @@ class Turn {
   Board* board_ = nullptr;
   uint32_t turn_ = 0;
   Board::Kind kind_{};
+  uint64_t most_ = 0, agreed_ = 0;
   bool on_board_ = false;
 };
+
+// FNV-1a over numbers: what ranks that must have the same list show of it.
+class Agreed {
+ public:
+  void add(uint64_t number) { hash_ = (hash_ ^ number) * 0x100000001b3; }
+  uint64_t value() const { return hash_; }
+
+ private:
+  uint64_t hash_ = 0xcbf29ce484222325;
+};
+
+// A slot of the large board in as many pieces as there are other ranks: how long they are, and which of them is for
+// `to`.
+inline uint64_t room_of_piece(int n) {
+  return Board::kSlotBytes[Board::kLarge] / static_cast<uint64_t>(n - 1) / 64 * 64;
+}
+inline uint64_t place_of(int of, int to) { return static_cast<uint64_t>(to < of ? to : to - 1); }
 
 // Whether much data can go over the large board: what all ranks know.
 Result<bool> has_large_board(const Call& call);

@@ -91,7 +91,7 @@ Status show_pieces(const Call& call, Board::Kind kind, ConstPiece in, std::span<
     const uint64_t own = part(at, in.nbytes);
     Turn turn(call, Board::kLarge);
     TM_TRY(turn.begin(kind, own, kStep));
-    show(turn, static_cast<const std::byte*>(in.data) + at, own);
+    show(turn, own > 0 ? static_cast<const std::byte*>(in.data) + at : nullptr, own);
     for (int i = 1; i < n; ++i) {
       const Piece& from = out[(me + i) % n];
       const uint64_t nbytes = part(at, from.nbytes);
@@ -105,12 +105,11 @@ uint64_t word_up(uint64_t nbytes) { return nbytes > UINT64_MAX - 7 ? nbytes : (n
 
 // What a rank shows in an all_to_all: the sizes of its pieces by rank, and the pieces, if all of them fit the slot.
 struct Shown {
-  const std::byte* data = nullptr;
   std::vector<uint64_t> sizes, places;
   uint64_t longest = 0;
   bool fits = true;
 
-  Shown(const uint64_t* from, size_t n, const std::byte* slot) : data(slot), sizes(from, from + n) {
+  Shown(const uint64_t* from, size_t n) : sizes(from, from + n) {
     uint64_t at = n * sizeof(uint64_t);
     for (const uint64_t size : sizes) {
       places.push_back(at);
@@ -127,7 +126,7 @@ Status all_to_all_on_board(const Call& call, Turn& turn, std::span<const ConstPi
   std::vector<uint64_t> sizes;
   for (const ConstPiece& piece : in) sizes.push_back(piece.nbytes);
   sizes[me] = 0;
-  const Shown ours(sizes.data(), sizes.size(), turn.mine());
+  const Shown ours(sizes.data(), sizes.size());
   std::memcpy(turn.mine(), sizes.data(), sizes.size() * sizeof(uint64_t));
   for (int to = 0; to < n && ours.fits; ++to)
     if (sizes[to] > 0) std::memcpy(turn.mine() + ours.places[to], in[to].data, sizes[to]);
@@ -137,7 +136,7 @@ Status all_to_all_on_board(const Call& call, Turn& turn, std::span<const ConstPi
   for (int i = 1; i < n; ++i) {
     const int from = (me + i) % n;
     TM_ASSIGN(const std::byte* slot, turn.theirs(from, sizes.size() * sizeof(uint64_t)));
-    const Shown shown(reinterpret_cast<const uint64_t*>(slot), sizes.size(), slot);
+    const Shown shown(reinterpret_cast<const uint64_t*>(slot), sizes.size());
     if (shown.sizes[me] != out[from].nbytes)
       return {Code::layout_mismatch, call.group.name_of(from) + " sends " + std::to_string(shown.sizes[me]) +
                                          " bytes, where " + std::to_string(out[from].nbytes) + " are expected"};
@@ -155,22 +154,21 @@ Status all_to_all_on_board(const Call& call, Turn& turn, std::span<const ConstPi
     for (int i = 1; i < n && !ours.fits; ++i) exchange.send((me + i) % n, in[(me + i) % n].data, sizes[(me + i) % n]);
     return exchange.wait();
   }
-  const uint64_t room = Board::kSlotBytes[Board::kLarge] / static_cast<uint64_t>(n - 1) / 64 * 64;
-  const auto place = [](int of, int to) { return static_cast<uint64_t>(to < of ? to : to - 1); };  // among the others'
+  const uint64_t room = room_of_piece(n);
   auto part = [&](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(room, nbytes - at) : 0; };
   for (uint64_t at = 0; at < longest; at += room) {
     Turn piece(call, Board::kLarge);
     TM_TRY(piece.begin(Board::Kind::all_to_all, at, room * static_cast<uint64_t>(n - 1)));
     for (int to = 0; to < n && !ours.fits; ++to)
       if (const uint64_t nbytes = part(at, sizes[to]); nbytes > 0)
-        std::memcpy(piece.mine() + place(me, to) * room, static_cast<const std::byte*>(in[to].data) + at, nbytes);
+        std::memcpy(piece.mine() + place_of(me, to) * room, static_cast<const std::byte*>(in[to].data) + at, nbytes);
     piece.post();
     for (int i = 1; i < n; ++i) {
       const int from = (me + i) % n;
       const uint64_t nbytes = late[from] ? part(at, out[from].nbytes) : 0;
       if (nbytes == 0) continue;
       TM_ASSIGN(const std::byte* shown, piece.theirs(from, at));
-      std::memcpy(static_cast<std::byte*>(out[from].data) + at, shown + place(from, me) * room, nbytes);
+      std::memcpy(static_cast<std::byte*>(out[from].data) + at, shown + place_of(from, me) * room, nbytes);
     }
   }
   return {};
@@ -218,6 +216,7 @@ Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
     show(turn, data, call.group.rank() == root ? nbytes : 0);
     return call.group.rank() == root ? Status() : take(turn, root, data, nbytes);
   }
+  TM_TRY(turn.meet_at(root, nbytes, nbytes));
   TM_ASSIGN(const bool large, has_large_board(call));
   if (large) {
     std::vector<Piece> from(call.group.size(), {nullptr, 0});
@@ -235,9 +234,13 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
   const int rank = call.group.rank();
   TM_TRY(check_own(call.group, in.nbytes, out[rank].nbytes));
   uint64_t most = 0;
-  for (const Piece& piece : out) most = std::max(most, piece.nbytes);
+  Agreed sizes;
+  for (const Piece& piece : out) {
+    most = std::max(most, piece.nbytes);
+    sizes.add(piece.nbytes);
+  }
   Turn turn(call);
-  TM_TRY(turn.begin(Board::Kind::all_gather, in.nbytes, most));
+  TM_TRY(turn.begin(Board::Kind::all_gather, in.nbytes, most, sizes.value()));
   if (turn.on_board()) {
     show(turn, in.data, in.nbytes);
     for (int i = 1; i < n; ++i) {
@@ -249,6 +252,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
   }
   TM_ASSIGN(const bool large, has_large_board(call));
   if (large) {
+    for (int i = 1; i < n; ++i) TM_TRY(turn.theirs((rank + i) % n, out[(rank + i) % n].nbytes).status());
     copy_own(out[rank].data, in.data, in.nbytes);
     return show_pieces(call, Board::Kind::all_gather, in, out, most);
   }
@@ -275,6 +279,7 @@ Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void*
     copy_own(out[root], in, nbytes);
     return {};
   }
+  TM_TRY(turn.meet_at(root, nbytes, nbytes));
   Exchange exchange(call);
   if (call.group.rank() != root) {
     exchange.send(root, in, nbytes);
@@ -306,6 +311,7 @@ Status scatter(const Call& call, std::span<const void* const> in, void* out, uin
     if (nbytes > 0) std::memcpy(out, shown + static_cast<uint64_t>(call.group.rank()) * nbytes, nbytes);
     return {};
   }
+  TM_TRY(turn.meet_at(root, all, all));
   Exchange exchange(call);
   if (call.group.rank() != root) {
     exchange.receive(root, out, nbytes);

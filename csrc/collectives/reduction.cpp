@@ -201,10 +201,10 @@ Result<std::vector<const void*>> shown_by_all(const Call& call, Turn& turn, uint
 
 Status all_reduce_shown(const Call& call, Turn& turn, void* data, uint64_t count, DType dtype, ReduceOp op) {
   const uint64_t nbytes = count * item_bytes(dtype);
-  std::memcpy(turn.mine(), data, nbytes);
+  if (count > 0) std::memcpy(turn.mine(), data, nbytes);
   turn.post();
   TM_ASSIGN(const auto inputs, shown_by_all(call, turn, nbytes, 0, data));
-  reduce_many(data, inputs, count, dtype, op);
+  if (count > 0) reduce_many(data, inputs, count, dtype, op);
   return {};
 }
 
@@ -224,9 +224,6 @@ Status reduce_scatter_shown(const Call& call, Turn& turn, std::span<const ConstP
   if (out.nbytes > 0) reduce_many(out.data, inputs, out.nbytes / item_bytes(dtype), dtype, op);
   return {};
 }
-
-// Where rank `of` shows what it has for rank `to`, among its pieces for the others.
-uint64_t place_of(int of, int to) { return static_cast<uint64_t>(to < of ? to : to - 1); }
 
 // One piece of much data over the large board: pieces[r] of every rank goes to rank r, which reduces them into `out`.
 Status collect_piece(const Call& call, std::span<const ConstPiece> pieces, uint64_t room, void* out, uint64_t count,
@@ -249,8 +246,6 @@ Status collect_piece(const Call& call, std::span<const ConstPiece> pieces, uint6
   if (count > 0) reduce_many(out, inputs, count, dtype, op);
   return {};
 }
-
-uint64_t room_of_piece(int n) { return Board::kSlotBytes[Board::kLarge] / static_cast<uint64_t>(n - 1) / 64 * 64; }
 
 std::vector<ConstPiece> parts_of(const std::byte* data, uint64_t count, int n, uint64_t item) {
   std::vector<ConstPiece> pieces;
@@ -297,7 +292,9 @@ Status reduce_scatter_on_board(const Call& call, std::span<const ConstPiece> in,
   auto part = [&](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(step, nbytes - at) : 0; };
   for (uint64_t at = 0; at < longest; at += step) {
     std::vector<ConstPiece> pieces(n);
-    for (int r = 0; r < n; ++r) pieces[r] = {static_cast<const std::byte*>(in[r].data) + at, part(at, in[r].nbytes)};
+    for (int r = 0; r < n; ++r)
+      if (const uint64_t nbytes = part(at, in[r].nbytes); nbytes > 0)
+        pieces[r] = {static_cast<const std::byte*>(in[r].data) + at, nbytes};
     TM_TRY(collect_piece(call, pieces, step, static_cast<std::byte*>(out.data) + at, part(at, out.nbytes) / item, dtype,
                          op, Board::Kind::reduce_scatter));
   }
@@ -324,11 +321,13 @@ void Scratch::Free::operator()(std::byte* p) const { ::operator delete[](p, std:
 
 Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op) {
   TM_TRY(check_reducible(dtype, op));
-  if (call.group.size() == 1 || count == 0) return {};
+  if (call.group.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::all_reduce, nbytes, nbytes));
   if (turn.on_board()) return all_reduce_shown(call, turn, data, count, dtype, op);
+  if (count == 0) return {};
+  TM_TRY(turn.meet(nbytes));
   TM_ASSIGN(const bool large, has_large_board(call));
   if (large) return reduce_on_board(call, data, count, dtype, op, -1);
   if (nbytes > kDirectBytes) return all_reduce_slices(call, data, count, dtype, op);
@@ -339,18 +338,20 @@ Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, Red
 Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root) {
   TM_TRY(check_reducible(dtype, op));
   if (root < 0 || root >= call.group.size()) return {Code::invalid_argument, "root " + std::to_string(root)};
-  if (call.group.size() == 1 || count == 0) return {};
+  if (call.group.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::reduce, nbytes, nbytes));
   if (turn.on_board()) {
-    if (call.group.rank() != root) std::memcpy(turn.mine(), data, nbytes);
+    if (call.group.rank() != root && count > 0) std::memcpy(turn.mine(), data, nbytes);
     turn.post();
     if (call.group.rank() != root) return {};
     TM_ASSIGN(const auto inputs, shown_by_all(call, turn, nbytes, 0, data));
-    reduce_many(data, inputs, count, dtype, op);
+    if (count > 0) reduce_many(data, inputs, count, dtype, op);
     return {};
   }
+  if (count == 0) return {};
+  TM_TRY(turn.meet_at(root, nbytes, nbytes));
   TM_ASSIGN(const bool large, has_large_board(call));
   if (large) return reduce_on_board(call, data, count, dtype, op, root);
   if (nbytes > kDirectBytes) return reduce_slices(call, data, count, dtype, op, root);
@@ -365,10 +366,16 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
   if (in[rank].nbytes != out.nbytes)
     return {Code::invalid_argument, "reduce_scatter: own input and output differ in size"};
   uint64_t longest = 0, total = 0;
-  for (const auto& piece : in) longest = std::max(longest, piece.nbytes), total += line_up(piece.nbytes);
+  Agreed sizes;
+  for (const auto& piece : in) {
+    longest = std::max(longest, piece.nbytes);
+    total += line_up(piece.nbytes);
+    sizes.add(piece.nbytes);
+  }
   Turn turn(call);
-  TM_TRY(turn.begin(Board::Kind::reduce_scatter, total, total));
+  TM_TRY(turn.begin(Board::Kind::reduce_scatter, total, total, sizes.value()));
   if (turn.on_board()) return reduce_scatter_shown(call, turn, in, out, dtype, op);
+  TM_TRY(turn.meet(total));
   TM_ASSIGN(const bool large, has_large_board(call));
   if (large) return reduce_scatter_on_board(call, in, out, longest, dtype, op);
   auto part = [](uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(kSliceBytes, nbytes - at) : 0; };

@@ -19,7 +19,7 @@ struct BatchHead {
   uint64_t ttl_ms = 0;  // 0: never
   Pin pin = Pin::none;
   bool checksum = false;
-  TxnId txn{};  // the i-th item's is txn_of(txn, i)
+  TxnId txn{};  // the i-th item's is txn_of(txn, i), of those that are reserved together
   uint32_t timeout_ms = 0;
   template <typename Ar>
   void fields(Ar& ar) {
@@ -77,6 +77,7 @@ struct ReserveManyAnswer {
 
 // Commits what was written, or puts a small value that rides inside: then the node that is asked is donor and home.
 struct PutItem {
+  uint32_t index = 0;  // among what was reserved together: its transaction is txn_of(txn, index)
   uint32_t shard = 0;
   std::string_view key;
   std::vector<ReplicaRef> replicas;  // empty: `meta` and `data` are the object
@@ -84,7 +85,8 @@ struct PutItem {
   std::string_view meta, data;
   template <typename Ar>
   void fields(Ar& ar) {
-    ar(shard)(key, kMaxKeyBytes)(replicas, 64)(crc32c);
+    ar(index)(shard)(key, kMaxKeyBytes)(replicas, 64)(crc32c);
+    ar.require(index < kBatchItems);
     if (replicas.empty()) ar(meta, kMaxMetaBytes)(data, kInlineLimit);
   }
 };

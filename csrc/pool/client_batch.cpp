@@ -178,7 +178,7 @@ void ClientImpl::choose_donors(Round& round, const LinkPtr& here) {
     hosts.insert(node->host_id);
     round.donors.push_back(std::move(donor).value());
   }
-  if (round.donors.size() < *wanted) round.donors.clear();
+  if (round.donors.size() < *wanted && !round.options.replicas_lenient) round.donors.clear();
 }
 
 // What is there and stays is not written first.
@@ -225,7 +225,7 @@ void ClientImpl::begin_chunk(Round& round, Chunk& chunk) {
   std::vector<std::string> gathered(chunk.entries.size());
   for (size_t n = 0; n < chunk.entries.size(); ++n) {
     const PutEntry& entry = round.entries[chunk.entries[n]];
-    PutItem item{round.shard(chunk.entries[n]), entry.key, {}, {}, entry.meta, {}};
+    PutItem item{static_cast<uint32_t>(n), round.shard(chunk.entries[n]), entry.key, {}, {}, entry.meta, {}};
     if (entry.data.size() == 1) {
       item.data = {static_cast<const char*>(entry.data[0].iov_base), entry.data[0].iov_len};
     } else {
@@ -289,7 +289,7 @@ void ClientImpl::write_chunk(Round& round, Chunk& chunk) {
         round.outcomes[i] = Status(refused->code, std::move(refused->message));
       continue;
     }
-    PutItem item{round.shard(i), round.entries[i].key, {}, {}, {}, {}};
+    PutItem item{static_cast<uint32_t>(n), round.shard(i), round.entries[i].key, {}, {}, {}, {}};
     for (size_t k = 0; k < answers->size(); ++k) {
       const ReserveAnswer& place = (*answers)[k].items[n].place;
       writes[k].push_back({&place.pieces, round.entries[i].data});
@@ -402,6 +402,11 @@ std::vector<Result<ObjectPtr>> ClientImpl::look_up_and_build(std::span<const std
   std::vector<Result<ObjectPtr>> out;
   out.reserve(keys.size());
   std::deque<PendingCall> ahead;
+  if (keys.size() <= kChunkItems) {
+    auto entries = look_up(keys, shape, deadline);
+    return entries.is_ok() ? build(keys, std::move(entries).value(), deadline)
+                           : all_fail<ObjectPtr>(keys.size(), entries.status());
+  }
   const auto home_link = home(deadline);
   size_t asked = 0;
   while (out.size() < keys.size()) {
@@ -420,8 +425,11 @@ std::vector<Result<ObjectPtr>> ClientImpl::look_up_and_build(std::span<const std
       if (answer.is_ok() && answer->entries.size() == some.size()) entries = std::move(answer->entries);
     }
     if (!entries.is_ok()) entries = look_up(some, shape, deadline);  // which asks again and again
-    auto found = entries.is_ok() ? build(some, std::move(entries).value(), deadline)
-                                 : all_fail<ObjectPtr>(some.size(), entries.status());
+    if (!entries.is_ok()) {                                          // once for all of them
+      out.resize(keys.size(), Result<ObjectPtr>(entries.status()));
+      return out;
+    }
+    auto found = build(some, std::move(entries).value(), deadline);
     std::move(found.begin(), found.end(), std::back_inserter(out));
   }
   return out;

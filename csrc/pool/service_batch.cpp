@@ -110,7 +110,7 @@ void NodeServiceImpl::on_put_many(const rpc::SessionPtr&, PutManyCall call, Resp
     Status s = check_item(item.shard, item.key);
     commit.head.shard = item.shard;
     commit.head.key.assign(item.key);
-    commit.head.txn = txn_of(call.head.txn, i);
+    commit.head.txn = txn_of(call.head.txn, item.index);
     commit.crc32c = item.crc32c;
     if (s.is_ok() && item.replicas.empty()) {
       s = can_store;

@@ -15,7 +15,7 @@
 
 namespace torch_mooncake::pool {
 
-inline constexpr uint8_t kMessageFormat = 6;
+inline constexpr uint8_t kMessageFormat = 7;
 
 // The last valid value of each enum that travels.
 constexpr auto last_value(Kind) { return Kind::sealed; }

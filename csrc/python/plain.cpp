@@ -82,12 +82,12 @@ bool plain_tensor(PyObject* value, PlainValue& out) {
   }
   const uint64_t nbytes = count * tensor.dtype.bits * tensor.dtype.lanes / 8;
   if (nbytes == 0 || tensor.data == nullptr) return false;
+  std::string key;  // before anything else runs: the tensor's shape is the tensor's
+  append(key, tensor.dtype);
+  for (int32_t i = 0; i < tensor.ndim; ++i) append(key, tensor.shape[i]);
   const nb::object negated = nb::steal(PyObject_CallMethodNoArgs(value, s.is_neg));  // lazily
   if (!negated.is_valid()) throw nb::python_error();
   if (negated.ptr() != Py_False) return false;
-  std::string key;
-  append(key, tensor.dtype);
-  for (int32_t i = 0; i < tensor.ndim; ++i) append(key, tensor.shape[i]);
   out.form = form_of(value, std::move(key));
   out.data = {static_cast<std::byte*>(tensor.data) + tensor.byte_offset, nbytes};
   return out.form->nbytes == nbytes;
@@ -130,7 +130,7 @@ void set_tensor_types(nb::type_object tensor, nb::type_object parameter) {
   const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
   if (capsule.is_none()) return;
   auto* exchange = static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (!exchange) throw nb::python_error();
+  if (!exchange) PyErr_Clear();  // not what we know: no tensor is plain then
   while (exchange && exchange->major > 1) exchange = exchange->older;
   if (!exchange || exchange->major != 1 || !exchange->tensor_from_object) return;
   s.tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());

@@ -105,7 +105,7 @@ class LaneImpl final : public Lane, public EventTarget, public std::enable_share
  private:
   // lane_send.cpp
   Status push(std::unique_ptr<OutFrame> frame, bool is_control);
-  void begin_sending(int64_t inline_budget);
+  void send_with(int64_t inline_budget);
   Status enqueue(std::unique_ptr<OutFrame> frame, bool is_control);
   void drain(int64_t budget);
   std::deque<std::unique_ptr<OutFrame>>* next_queue();  // null: nothing waits

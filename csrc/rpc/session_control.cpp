@@ -208,23 +208,28 @@ void SessionImpl::take_control(const std::shared_ptr<LaneImpl>& lane, uint32_t r
   }
   if (!setup_.is_initiator && !lane->send_control(notice(FrameType::control, ours))) return;
   bool moved = false;
+  std::string why;
   {
     // In one step, so that whoever sends meanwhile comes behind them, however fast that is.
     std::lock_guard lock(mutex_);
     if (ended_ || next_control_ != lane) return;
     moved = lane->alive();
-    for (auto& message : unacknowledged_)
-      if (moved && is_after(message.header.sequence, received))
-        moved = lane->queue_control(message.header, message.body).is_ok() || lane->alive();
+    for (auto& message : unacknowledged_) {
+      if (!is_after(message.header.sequence, received)) continue;
+      if (lane->queue_control(message.header, message.body).is_ok()) continue;
+      moved = lane->alive();  // killed, and not buried yet: control_lost() comes, and moves it again
+      break;
+    }
+    why = moved_why_.message();
     if (moved) {
       next_control_ = nullptr;
       control_ = lane;
       is_moving_ = false;
     }
   }
-  if (!moved) return control_lost(*lane, moved_why_);
-  log::warning("rpc", setup_.peer.name + ": control moved to " + lane->describe() + ": " + moved_why_.message());
+  if (!moved) return control_lost(*lane, Status(Code::peer_lost, why));
   lane->send_queued();
+  log::warning("rpc", setup_.peer.name + ": control moved to " + lane->describe() + ": " + why);
 }
 
 // The control lane is idle most of the time: whether its link is cut shows at the pings.

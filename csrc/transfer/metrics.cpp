@@ -80,7 +80,7 @@ void Metrics::read(EngineStats& out) const {
   out.ops_failed = ended - out.reads.done - out.writes.done;
   out.ops_in_flight = begun > ended ? begun - ended : 0;
   for (size_t t = 0; t < kTransports.size(); ++t) {
-    std::array<std::array<OpStats, kClasses>, kDirections> sums{};
+    std::vector<std::array<OpStats, kClasses>> sums(kDirections);  // (as an array it crashes clang 14)
     uint64_t sent = 0, received = 0;
     for (auto& shard : shards_) {
       const Table* table = shard.tables[t].load(std::memory_order_acquire);

@@ -54,8 +54,8 @@ BatchHead sample_head() {
 ReserveManyCall sample_reserve_many() { return {sample_head(), 77, {{1, "a", "meta", 10}, {4095, "bb", "", 0}}}; }
 PutManyCall sample_put_many() {
   PutManyCall c{sample_head(), {}};
-  c.items.push_back({1, "a", {{{1}, {2, 3}}, {{4}, {5, 6}}}, 7u, {}, {}});
-  c.items.push_back({2, "b", {}, {}, "meta", "data"});
+  c.items.push_back({0, 1, "a", {{{1}, {2, 3}}, {{4}, {5, 6}}}, 7u, {}, {}});
+  c.items.push_back({5, 2, "b", {}, {}, "meta", "data"});
   return c;
 }
 RemoveManyCall sample_remove_many() { return {3, 1000, {{1, "a", {}}, {2, "b", Version{4, 5}}}, Pin::hard}; }

@@ -7,8 +7,8 @@
 // cores), then sleeps in a futex on the counter, having said so in its own segment, so that the other one wakes it.
 //
 // A group has two. On the small one all its collectives are counted, and shown, those of much data without it: a rank
-// that is in another one, or in one of another size, is found out at once. Much data goes over the large one, piece by
-// piece, each a turn of its own: the slots stay in the caches, where the cores share them.
+// that is in another one, or in one of other sizes, is found out by those who need it. Much data goes over the large
+// one, piece by piece, each a turn of its own: the slots stay in the caches, where the cores share them.
 //
 // Threads: one collective at a time (as everywhere in a group); arrived() and missing() from any.
 #pragma once

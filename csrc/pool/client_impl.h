@@ -83,7 +83,9 @@ class ClientImpl final : public Client, public std::enable_shared_from_this<Clie
     return change_many(entries, {}, deadline);
   }
   std::vector<Result<bool>> pin_many(std::span<const std::string> keys, Pin pin, Deadline deadline) override {
-    return change_many(std::vector<RemoveEntry>(keys.begin(), keys.end()), pin, deadline);
+    std::vector<RemoveEntry> entries;
+    for (const std::string& key : keys) entries.push_back({key, {}});
+    return change_many(entries, pin, deadline);
   }
   const EnginePtr& engine() const override { return engine_; }
   bool alive() const override;

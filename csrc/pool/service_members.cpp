@@ -52,7 +52,7 @@ void NodeServiceImpl::apply_mark(const Mark& mark, std::function<void(const Stat
       return done(donor_->finalize(mark.extent));
     case Mark::What::supersede:
       if (const Status s = failpoint("node.supersede"); !s.is_ok()) return done(s);
-      donor_->remove(mark.extent, [this, done = std::move(done)](const Status& removed) {
+      donor_->remove(mark.extent, [done = std::move(done)](const Status& removed) {
         const Status s = failpoint("node.superseded");
         done(s.is_ok() ? removed : s);
       });

@@ -2,8 +2,10 @@
 #include "collectives/board.h"
 
 #include <doctest/doctest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "collectives/world.h"
@@ -178,6 +180,115 @@ TEST_CASE("board: ranks in different collectives, or of different sizes, are tol
                       [](const Status& s) { return s.message().find(" is in ") != std::string::npos; }));
     CHECK(steady_ns() - begin < 10'000'000'000);
   }
+}
+
+namespace {
+
+// A collective in which rank 0 is mistaken about sizes: which ranks are told. The others' calls end in bounded time.
+std::vector<Status> differing(World& world, const std::function<Status(const Call&)>& fn) {
+  world.must([](const Call& call) { return barrier(call); });
+  const int64_t begin = steady_ns();
+  auto statuses = world.collective([&](const Call& call) {
+    Status status = fn(call);
+    if (!status.is_ok()) call.group.give_up(status);
+    return status;
+  });
+  CHECK(steady_ns() - begin < 10'000'000'000);
+  return statuses;
+}
+
+}  // namespace
+
+TEST_CASE("board: sizes that differ are told, large beside large and small beside large, from root and leaf") {
+  constexpr uint64_t kSmall = 1 << 10, kLarge = 512 << 10;
+  struct Case {
+    const char* name;
+    uint64_t first, others;  // bytes on rank 0, and elsewhere
+    std::function<Status(const Call&, std::byte*, uint64_t)> run;
+  };
+  auto all = [](const Call& c, std::byte* data, uint64_t n) {
+    return all_reduce(c, data, n / 4, DType::f32, ReduceOp::sum);
+  };
+  auto cast = [](const Call& c, std::byte* data, uint64_t n) { return broadcast(c, data, n, 0); };
+  auto to_root = [](const Call& c, std::byte* data, uint64_t n) {
+    return reduce(c, data, n / 4, DType::f32, ReduceOp::sum, 0);
+  };
+  auto from_root = [](const Call& c, std::byte* data, uint64_t n) {
+    std::vector<const void*> in(3, data);
+    return scatter(c, in, data + kLarge, n, 0);
+  };
+  auto collect = [](const Call& c, std::byte* data, uint64_t n) {
+    std::vector<void*> out(3, data + kLarge);
+    return gather(c, data, n, out, 0);
+  };
+  for (const Case& it : {Case{"all_reduce, large", kLarge, kLarge / 2, all},
+                         {"all_reduce", kSmall, kLarge, all},
+                         {"all_reduce, nothing", 0, kSmall, all},
+                         {"broadcast, large", kLarge / 2, kLarge, cast},
+                         {"broadcast", kSmall, kLarge, cast},
+                         {"broadcast, leaf", kLarge, kSmall, cast},
+                         {"reduce", kLarge, kSmall, to_root},
+                         {"scatter", kSmall, kLarge, from_root},
+                         {"gather", kLarge, kSmall, collect}}) {
+    CAPTURE(it.name);
+    World world(3);
+    const auto statuses = differing(world, [&](const Call& call) {
+      std::vector<std::byte> data(2 * kLarge);
+      return it.run(call, data.data(), call.group.rank() == 0 ? it.first : it.others);
+    });
+    CHECK(std::any_of(statuses.begin(), statuses.end(),
+                      [](const Status& s) { return s.code() == Code::layout_mismatch; }));
+  }
+  // Lists of sizes of which the sums, or the own entries, agree.
+  for (bool gathers : {true, false}) {
+    World world(3);
+    const auto statuses = differing(world, [&](const Call& call) {
+      const int me = call.group.rank();
+      std::vector<float> data(100'000), out(100'000);
+      std::vector<uint64_t> sizes{64, 128, 64};
+      if (me == 0) sizes = gathers ? std::vector<uint64_t>{64, 128, 100'000} : std::vector<uint64_t>{64, 64, 128};
+      std::vector<Piece> pieces;
+      std::vector<ConstPiece> ins;
+      for (uint64_t n : sizes) pieces.push_back({out.data(), n}), ins.push_back({data.data(), n});
+      return gathers ? all_gather(call, {data.data(), sizes[me]}, pieces)
+                     : reduce_scatter(call, ins, pieces[me], DType::f32, ReduceOp::sum);
+    });
+    CHECK(std::any_of(statuses.begin(), statuses.end(),
+                      [](const Status& s) { return s.code() == Code::layout_mismatch; }));
+  }
+}
+
+TEST_CASE("board: who does not come to the first collective is named") {
+  World world(3);
+  world.timeout_ms = 300;
+  std::string awaited;
+  const auto statuses = world.collective([&](const Call& call) {
+    if (call.group.rank() != 0) {
+      ::usleep(150'000);
+      if (call.group.rank() == 1) awaited = world.groups[0]->awaited();
+      return Status();
+    }
+    Status status = barrier(call);
+    call.group.give_up(status);
+    return status;
+  });
+  CHECK(awaited == "rank 1, rank 2");
+  CHECK(statuses[0].message().find("rank 1, rank 2") != std::string::npos);
+}
+
+TEST_CASE("board: a forked child does not write where its parent does") {
+  World world(2);
+  world.must([](const Call& call) { return barrier(call); });
+  const pid_t child = ::fork();
+  if (child == 0) {
+    Scratch scratch;
+    const Status status = barrier({*world.groups[0], 99, Deadline::after_ms(2000), scratch});
+    ::_exit(status.code() == Code::forked ? 0 : 1);
+  }
+  int ended = -1;
+  REQUIRE(::waitpid(child, &ended, 0) == child);
+  CHECK(ended == 0);
+  world.must([](const Call& call) { return barrier(call); });
 }
 
 TEST_CASE("board: a rank that never comes is named; the others' wait ends when one gives up") {

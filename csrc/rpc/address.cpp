@@ -98,7 +98,8 @@ Result<Address> parse_address(std::string_view text) {
   }
   auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), address.port);
   if (error != std::errc{} || end != port.data() + port.size() || port.empty()) return malformed(text, "bad port");
-  if (address.host.empty() || address.host.find('\0') != address.host.npos) return malformed(text, "no host");
+  if (address.host.empty() || address.host.find_first_of(std::string_view("\0[]", 3)) != address.host.npos)
+    return malformed(text, "no host");
   return address;
 }
 

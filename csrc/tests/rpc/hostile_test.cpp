@@ -285,6 +285,8 @@ TEST_CASE("addresses: IPv6 in brackets, with the scope of a link-local one; v4 o
   CHECK(loop->to_string() == "tcp://[::1]:7400");
   CHECK(parse_address("[::1]:7400")->to_string() == "tcp://[::1]:7400");
   CHECK(parse_address("::1:7400").status().code() == Code::invalid_argument);
+  for (const char* bad : {"[[]:0", "[]]:0", "a]:1", "tcp://[[::1]:1"})
+    CHECK(parse_address(bad).status().code() == Code::invalid_argument);
   auto scoped = parse_address("tcp://[fe80::1%lo]:80");
   REQUIRE(scoped.is_ok());
   CHECK(scoped->host == "fe80::1%lo");

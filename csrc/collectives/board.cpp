@@ -94,8 +94,11 @@ Status Board::offer(const Call& call, int rank, const Segment* segment) {
       .put(static_cast<uint32_t>(group_.rank()))
       .put(static_cast<uint8_t>(which_))
       .put(segment ? segment->id() : Id128{});
-  session->call(
-      kBoard, out.take(), call.deadline, [](const Result<rpc::Message>&) {}, std::move(fds));
+  auto answered = [group = group_.weak_from_this(), rank](const Result<rpc::Message>& answer) {
+    // It left before it knew of us, and so has not told us.
+    if (auto g = group.lock(); g && answer.status().code() == Code::closed) g->on_leave(static_cast<uint32_t>(rank));
+  };
+  session->call(kBoard, out.take(), call.deadline, std::move(answered), std::move(fds));
   return {};
 }
 

@@ -116,7 +116,7 @@ class Turn {
   bool on_board_ = false;
 };
 
-// FNV-1a over numbers: what ranks that must have the same list show of it.
+// A hash of numbers: what ranks that must have the same list show of it.
 class Agreed {
  public:
   void add(uint64_t number) { hash_ = (hash_ ^ number) * 0x100000001b3; }

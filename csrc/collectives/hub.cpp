@@ -100,7 +100,9 @@ Status Hub::start(const HubOptions& options) {
     engine_->rpc().handle(
         method, rpc::RunOn::inline_io,
         [weak, method](const rpc::SessionPtr& session, rpc::Message message, rpc::Responder responder) {
-          if (auto hub = weak.lock()) hub->on_message(method, session, std::move(message));
+          auto hub = weak.lock();
+          const bool taken = hub && hub->on_message(method, session, std::move(message));
+          if (method == kBoard && !taken) return responder.fail({Code::closed, "has left the group"});
           if (method == kLeave || method == kBoard) responder.ok();
         });
   }
@@ -282,25 +284,29 @@ void Hub::consumed(const rpc::SessionPtr& session, uint64_t nbytes) {
   (void)session->post(kCredit, out.take());  // a dead session needs no credit
 }
 
-void Hub::on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Message message) {
+bool Hub::on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Message message) {
   if (method == kHello) {
     const LinkPtr link = link_of(session->peer().engine);
     {
       std::lock_guard lock(link->mutex);
       if (!link->session && !link->dialling) link->session = session;
     }
-    return attach(link, session);
+    attach(link, session);
+    return true;
   }
   if (method == kCredit) {
     ByteReader in(message.body);
     const auto nbytes = in.get<int64_t>();
     auto link = std::static_pointer_cast<Link>(session->state(rpc::Session::kCollectivesSlot));
     if (link && in.done() && nbytes > 0) link->credit.fetch_add(nbytes);
-    return;
+    return true;
   }
   ByteReader in(message.body);
   const Id128 id = in.get_id();  // every other message starts with its group
-  if (!in.ok()) return session->close({Code::corrupt, "malformed collectives message"});
+  if (!in.ok()) {
+    session->close({Code::corrupt, "malformed collectives message"});
+    return true;
+  }
   GroupPtr group;
   {
     std::lock_guard lock(mutex_);
@@ -311,20 +317,24 @@ void Hub::on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Messa
       early_bytes_ += message.body.size();
       if (early_bytes_ <= kEarlyLimitBytes) {
         early_[id].push_back({method, session, std::move(message.body), std::move(message.fds)});
-        return;
+        return true;
       }
       early_bytes_ -= message.body.size();
     }
   }
-  if (group) return deliver(*group, method, session, std::move(message.body), std::move(message.fds));
+  if (group) {
+    deliver(*group, method, session, std::move(message.body), std::move(message.fds));
+    return true;
+  }
   if (method == kEager) consumed(session, message.body.size());
   if (method == kReady) {
     Ready ready;
-    if (!ready.decode(message.body)) return;
+    if (!ready.decode(message.body)) return false;
     const Verdict verdict{id, kNoRank, ready.send_id, static_cast<uint8_t>(Code::closed),
                           "the receiver has left the group"};
     (void)session->post(kTaken, verdict.encode());
   }
+  return false;
 }
 
 void Hub::deliver(Group& group, uint16_t method, const rpc::SessionPtr& session, std::string body,

@@ -95,7 +95,8 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   Status start(const HubOptions& options);
   void close();
   void close_if_unused();
-  void on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Message message);
+  // false: it is for a group that this process has left.
+  bool on_message(uint16_t method, const rpc::SessionPtr& session, rpc::Message message);
   void deliver(Group& group, uint16_t method, const rpc::SessionPtr& session, std::string body,
                std::vector<UniqueFd> fds);
   LinkPtr link_of(const Id128& engine);

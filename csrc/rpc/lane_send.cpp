@@ -18,9 +18,7 @@ constexpr int64_t kSendCost = 4 << 10;    // of the budget, however little is se
 constexpr size_t kPieces = 512;           // of one sendmsg,
 constexpr uint64_t kSendBytes = 4 << 20;  // and their bytes: more than a socket takes at once
 
-}  // namespace
-
-static std::unique_ptr<OutFrame> control_frame(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
+std::unique_ptr<OutFrame> control_frame(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
   auto frame = std::make_unique<OutFrame>();
   frame->header = encode_header(header);
   frame->body = std::move(body);
@@ -28,6 +26,8 @@ static std::unique_ptr<OutFrame> control_frame(const FrameHeader& header, Shared
   frame->total = kHeaderBytes + frame->body->size();
   return frame;
 }
+
+}  // namespace
 
 Status LaneImpl::send_control(const FrameHeader& header, SharedBody body, std::vector<UniqueFd> fds) {
   return enqueue(control_frame(header, std::move(body), std::move(fds)), true);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -92,22 +93,38 @@ def test_timeouts_raise_and_name_the_absent() -> None:
     run_world(2, timeouts)
 
 
-def stopped(rank: int, world: int) -> float:
+def stopped(rank: int, world: int, count: int, when: str) -> float:
     pids: list[object] = [None] * world
     dist.all_gather_object(pids, os.getpid())
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    data = torch.ones(count)
+
+    def forever() -> None:
+        while True:
+            dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+
+    if when != "before the first":
+        dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
     if rank == 1:
+        if when == "inside":
+            return _seconds(forever, "")  # until rank 0 has given up
         time.sleep(6)  # rank 0 stops and continues this process meanwhile
         return 0.0
-    os.kill(int(str(pids[1])), signal.SIGSTOP)
+    stop = threading.Timer(0.3 if when == "inside" else 0, os.kill, (int(str(pids[1])), signal.SIGSTOP))
+    stop.start()
+    if when != "inside":
+        stop.join()
     try:
-        return _seconds(lambda: dist.all_reduce(torch.ones(1_000_000), group=group), "rank 1")
+        return _seconds(forever, "rank 1")
     finally:
         os.kill(int(str(pids[1])), signal.SIGCONT)
 
 
-def test_a_stopped_rank_costs_no_more_than_the_timeout() -> None:
-    assert run_world(2, stopped)[0] < 10
+@pytest.mark.parametrize(
+    ("count", "when"), [(1_000_000, "before the first"), (4, "after the first"), (4, "inside"), (4_000_000, "inside")]
+)
+def test_a_stopped_rank_costs_no_more_than_the_timeout(count: int, when: str) -> None:
+    assert run_world(2, stopped, count, when)[0] < 10
 
 
 def mismatch(rank: int, world: int) -> None:

@@ -64,7 +64,7 @@ TEST_CASE("board: small collectives send no message") {
       TM_TRY(broadcast(call, &x, sizeof x, 1));
       return barrier(call);
     });
-  CHECK(bytes_sent(world) - before < 2000);  // heartbeats
+  CHECK(bytes_sent(world) - before < 20'000);  // heartbeats; by messages it would be millions
 }
 
 TEST_CASE("board: hosts of their own have none") {
@@ -174,7 +174,7 @@ TEST_CASE("board: ranks in different collectives, or of different sizes, are tol
       return status;
     });
     int told = 0;
-    for (const auto& status : statuses) told += status.code() == Code::layout_mismatch || !status.is_ok();
+    for (const auto& status : statuses) told += !status.is_ok();
     CHECK(told >= 2);
     CHECK(std::any_of(statuses.begin(), statuses.end(),
                       [](const Status& s) { return s.message().find(" is in ") != std::string::npos; }));
@@ -274,6 +274,21 @@ TEST_CASE("board: who does not come to the first collective is named") {
   });
   CHECK(awaited == "rank 1, rank 2");
   CHECK(statuses[0].message().find("rank 1, rank 2") != std::string::npos);
+}
+
+TEST_CASE("board: a rank that left before the first collective, and lives on in another group, is missed at once") {
+  World world(2);
+  GroupOptions other{random_id(), 0, {world.hubs[1]->self()}, {}};
+  auto alone = Group::join(world.hubs[1], other);  // so that the hub stays
+  REQUIRE(alone.is_ok());
+  world.groups[1]->leave(Deadline::after_ms(2000));
+  Scratch scratch;
+  const int64_t begin = steady_ns();
+  const Status status = barrier({*world.groups[0], 1, Deadline::after_ms(20'000), scratch});
+  CHECK(status.code() == Code::peer_lost);
+  CHECK(status.message().find("rank 1 has left the group") != std::string::npos);
+  CHECK(steady_ns() - begin < 5'000'000'000);
+  (*alone)->leave(Deadline::after_ms(2000));
 }
 
 TEST_CASE("board: a forked child does not write where its parent does") {

@@ -76,7 +76,7 @@ endif
 test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_SIZE=2)
 	WORLD_SIZE=$(or $(WORLD_SIZE),2) OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider tests/distributed/torch_suite.py
 
-test-all: test  ## that, and: slow, namespaces, sanitizers, fuzzers, torch's suite at 2, 4, 8, soak, examples (hours)
+test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, sanitizers, fuzzers, soak, examples (hours)
 	$(PY) tests/everything.py
 
 test-gpu: export TM_CUDA = 1

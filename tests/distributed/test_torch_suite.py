@@ -1,4 +1,4 @@
-"""torch's own distributed suite passes, and none of its tests gets lost (by hand: `make test-torch-suite WORLD_SIZE=n`)."""
+"""torch's own distributed suite passes, and no test gets lost (alone: `make test-torch-suite WORLD_SIZE=n`)."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   bool single_host() const { return single_host_; }  // all members carry our host id
   std::string name_of(int rank) const;               // "rank 1", "rank 1 (global rank 5)"
   Engine& engine() { return hub_->engine(); }
+  const std::shared_ptr<Progress>& progress() { return hub_->progress(); }
 
   // `data` stays valid (held by `keep`, or by the caller) until the request has ended.
   RequestPtr send(int to, Channel channel, uint64_t tag, const void* data, uint64_t nbytes, Deadline deadline,

@@ -40,7 +40,10 @@ PYBIND11_MODULE(_c10d, m) {
       .def_readwrite("transports", &MooncakeBackend::Options::transports)
       .def_readwrite("heartbeat", &MooncakeBackend::Options::heartbeat)
       .def_readwrite("heartbeat_timeout", &MooncakeBackend::Options::heartbeat_timeout)
-      .def_readwrite("join", &MooncakeBackend::Options::join);
+      .def_readwrite("join", &MooncakeBackend::Options::join)
+      .def("__deepcopy__", [](const MooncakeBackend::Options& self, const py::object&) {
+        return c10::make_intrusive<MooncakeBackend::Options>(self);  // torch's split_group copies its parent's
+      });
 
   py::class_<MooncakeBackend, c10d::Backend, c10::intrusive_ptr<MooncakeBackend>>(m, "MooncakeBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -49,6 +52,7 @@ PYBIND11_MODULE(_c10d, m) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("options"),
            py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &MooncakeBackend::getBackendOptions)
       .def("active_ranks", &MooncakeBackend::active_ranks, "The ranks that take part.")
       .def("waiting_ranks", &MooncakeBackend::waiting_ranks, "The ranks that a replacement has asked to be.")
       .def("contact", &MooncakeBackend::contact, "What a replacement needs to know to join. Holds the group's secret.")

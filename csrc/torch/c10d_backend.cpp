@@ -136,6 +136,7 @@ Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline d
 }
 
 WorkPtr MooncakeBackend::run(Plan plan, Body body) {
+  for (size_t i = 0; i < plan.outputs.size() && !plan.reads_only; ++i) check_writable(plan.outputs[i], plan.name);
   std::unique_lock order(order_mutex_);
   const uint64_t sequence = ++sequence_;
   std::string what =
@@ -160,6 +161,7 @@ WorkPtr MooncakeBackend::run(Plan plan, Body body) {
 WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, int tag) {
   const char* name = sending ? "send" : "recv";
   const at::Tensor tensor = only(tensors, name);
+  if (!sending) check_writable(tensor, name);
   TORCH_CHECK_VALUE(tag >= 0, "mooncake: ", name, ": tag must not be negative");
   const uint64_t number = ++messages_;
   const bool any = !sending && peer == coll::kAnySource;

@@ -91,6 +91,7 @@ class MooncakeBackend final : public c10d::Backend {
     bool async;
     TensorList outputs;
     TensorList inputs;
+    bool reads_only = false;  // on this rank: nothing comes into `outputs`
   };
   WorkPtr run(Plan plan, Body body);
   Status run_body(const Body& body, uint64_t sequence, Deadline deadline, std::exception_ptr& raised);

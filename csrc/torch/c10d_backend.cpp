@@ -72,6 +72,7 @@ Status MooncakeBackend::run_body(coll::Group& group, const Body& body, uint64_t 
 }
 
 WorkPtr MooncakeBackend::run(Plan plan, Body body) {
+  for (size_t i = 0; i < plan.outputs.size() && !plan.reads_only; ++i) check_writable(plan.outputs[i], plan.name);
   std::unique_lock order(order_mutex_);
   const coll::GroupPtr group = seats_->group();
   const uint64_t sequence = ++sequence_;
@@ -113,6 +114,7 @@ void MooncakeBackend::tell_hook(const CollectiveWork& work) {
 WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, int tag) {
   const char* name = sending ? "send" : "recv";
   const at::Tensor tensor = only(tensors, name);
+  if (!sending) check_writable(tensor, name);
   TORCH_CHECK_VALUE(tag >= 0, "mooncake: ", name, ": tag must not be negative");
   const uint64_t number = ++messages_;
   const bool any = !sending && peer == coll::kAnySource;

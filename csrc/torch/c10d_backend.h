@@ -123,6 +123,7 @@ class MooncakeBackend final : public c10d::Backend {
     bool async;
     TensorList outputs;
     TensorList inputs;
+    bool reads_only = false;  // on this rank: nothing comes into `outputs`
   };
   WorkPtr run(Plan plan, Body body);
   Status run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline,

@@ -149,7 +149,8 @@ WorkPtr MooncakeBackend::broadcast(TensorList& tensors, const c10d::BroadcastOpt
   const at::Tensor tensor = only(tensors, "broadcast");
   check_root(opts.rootRank, *seats_->group(), "broadcast");
   const int root = static_cast<int>(opts.rootRank);
-  return run({OpType::BROADCAST, "mooncake:broadcast", "broadcast", opts.timeout, opts.asyncOp, tensors, tensors},
+  return run({OpType::BROADCAST, "mooncake:broadcast", "broadcast", opts.timeout, opts.asyncOp, tensors, tensors,
+              rank_ == root},
              [tensor, root, me = rank_](const Call& call) -> Status {
                const Writable memory(tensor, me == root);
                TM_TRY(coll::broadcast(call, memory.memory().mutable_data_ptr(), memory.memory().nbytes(),
@@ -203,7 +204,7 @@ WorkPtr MooncakeBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& 
   const auto op = reduce_op_of(opts.reduceOp, tensor, "reduce");
   const auto dtype = dtype_of(tensor, "reduce");
   const int root = static_cast<int>(opts.rootRank);
-  return run({OpType::REDUCE, "mooncake:reduce", "reduce", opts.timeout, opts.asyncOp, tensors, tensors},
+  return run({OpType::REDUCE, "mooncake:reduce", "reduce", opts.timeout, opts.asyncOp, tensors, tensors, rank_ != root},
              [tensor, torch_op = opts.reduceOp, op, dtype, root, me = rank_](const Call& call) -> Status {
                if (me != root) {
                  const at::Tensor in = readable(premultiplied(torch_op, tensor));

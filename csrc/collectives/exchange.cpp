@@ -18,6 +18,8 @@ void Exchange::receive(int from, void* data, uint64_t nbytes) {
 
 Status Exchange::wait() {
   Status status = wait_all(requests_, call_.deadline);
+  if (status.code() == Code::deadline_exceeded)
+    status = {status.code(), "timed out waiting for " + call_.group.awaited()};
   if (!status.is_ok()) call_back(status);
   requests_.clear();
   return status;

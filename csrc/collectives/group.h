@@ -41,6 +41,8 @@ struct GroupOptions {
   int rank = 0;
   std::vector<Member> members;        // by rank
   std::vector<int64_t> global_ranks;  // for messages; empty: the same
+  std::vector<int> seats;             // by rank, ascending: what users call that rank (seats.h); empty: the same
+  int seat_count = 0;                 // with those that nobody sits in; 0: one a rank
 };
 
 class TM_API Group : public std::enable_shared_from_this<Group> {
@@ -52,7 +54,12 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   int size() const { return static_cast<int>(options_.members.size()); }
   const Id128& id() const { return options_.id; }
   bool single_host() const { return single_host_; }  // all members carry our host id
-  std::string name_of(int rank) const;               // "rank 1", "rank 1 (global rank 5)"
+  std::string name_of(int rank) const;               // "rank 1", "rank 1 (global rank 5)": its seat
+  int seats() const { return options_.seat_count > 0 ? options_.seat_count : size(); }
+  int seat_of(int rank) const { return options_.seats.empty() || rank < 0 ? rank : options_.seats[rank]; }
+  int rank_in(int seat) const;          // -1: nobody sits there
+  std::vector<int> gone_seats() const;  // whose rank was lost, or has left
+  void lose_seat(int seat, const Status& why);
   Engine& engine() { return hub_->engine(); }
   const std::shared_ptr<Progress>& progress() { return hub_->progress(); }
 

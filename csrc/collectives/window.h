@@ -30,6 +30,7 @@ class TM_API Window : public std::enable_shared_from_this<Window> {
   // Collective: waits for this rank's puts, then for all ranks, and takes the memory back.
   Status close(const Call& call);
 
+  const GroupPtr& group() const { return group_; }
   uint64_t nbytes(int rank) const { return shown_[rank].nbytes; }
   // Has ended when the bytes are visible over there. `data` stays valid until then (held by `keep`, or by the caller).
   RequestPtr put(int to, uint64_t offset, const void* data, uint64_t nbytes, Deadline deadline,

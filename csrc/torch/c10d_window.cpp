@@ -59,12 +59,18 @@ void MooncakeWindow::tensor_deregister() {
   work->wait();
 }
 
-WorkPtr MooncakeWindow::follow(coll::RequestPtr request, const char* title, const std::string& what,
-                               const at::Tensor& tensor, bool async) {
-  const auto& group = backend_->group_;
-  auto work = c10::make_intrusive<MessageWork>(group, c10d::OpType::UNKNOWN, title,
-                                               what + " on " + group->name_of(group->rank()), ++backend_->messages_,
-                                               tensor, at::Tensor(), backend_->finisher_);
+int MooncakeWindow::rank_of(const coll::Window& window, int64_t seat) {
+  const int rank = seat < 0 ? -1 : window.group()->rank_in(static_cast<int>(seat));
+  TORCH_CHECK_VALUE(rank >= 0, "mooncake: there is no rank ", seat, " in the window");
+  return rank;
+}
+
+WorkPtr MooncakeWindow::follow(const coll::Window& window, coll::RequestPtr request, const char* name,
+                               const char* title, const at::Tensor& tensor, bool async) {
+  const auto& group = window.group();
+  const std::string what = std::string(name) + group->name_of(request->peer()) + " on " + group->name_of(group->rank());
+  auto work = c10::make_intrusive<MessageWork>(group, c10d::OpType::UNKNOWN, title, what, ++backend_->messages_, tensor,
+                                               at::Tensor(), backend_->finisher_);
   work->follow(std::move(request));
   if (!async) work->wait();
   return work;
@@ -72,32 +78,33 @@ WorkPtr MooncakeWindow::follow(coll::RequestPtr request, const char* title, cons
 
 WorkPtr MooncakeWindow::put(const at::Tensor& tensor, int64_t to, int64_t offset, bool async,
                             const c10d::PutOptions& opts) {
-  auto window = opened();
+  const auto window = opened();
   check_tensor(tensor, "put");
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype_, "mooncake: put: a tensor of ", tensor.scalar_type(),
                    " into a window of ", dtype_.load());
   TORCH_CHECK_VALUE(offset >= 0, "mooncake: put: negative offset ", offset);
+  const int rank = rank_of(*window, to);
   const WithoutGil without_gil;
   auto keep = std::make_shared<at::Tensor>(readable(tensor));
-  auto request = window->put(static_cast<int>(to), static_cast<uint64_t>(offset) * tensor.element_size(),
-                             keep->const_data_ptr(), keep->nbytes(), backend_->deadline_of(opts.timeout), keep);
-  return follow(std::move(request), "mooncake:put", "put to " + backend_->group_->name_of(static_cast<int>(to)), tensor,
-                async);
+  auto request = window->put(rank, static_cast<uint64_t>(offset) * tensor.element_size(), keep->const_data_ptr(),
+                             keep->nbytes(), backend_->deadline_of(opts.timeout), keep);
+  return follow(*window, std::move(request), "put to ", "mooncake:put", tensor, async);
 }
 
 WorkPtr MooncakeWindow::signal(int64_t to, bool async, const c10d::SignalOptions& opts) {
-  auto window = opened();
+  const auto window = opened();
+  const int rank = rank_of(*window, to);
   const WithoutGil without_gil;
-  return follow(window->signal(static_cast<int>(to), backend_->deadline_of(opts.timeout)), "mooncake:signal",
-                "signal to " + backend_->group_->name_of(static_cast<int>(to)), at::empty({0}), async);
+  auto request = window->signal(rank, backend_->deadline_of(opts.timeout));
+  return follow(*window, std::move(request), "signal to ", "mooncake:signal", at::empty({0}), async);
 }
 
 WorkPtr MooncakeWindow::wait_signal(int64_t from, bool async, const c10d::WaitSignalOptions& opts) {
-  auto window = opened();
+  const auto window = opened();
+  const int rank = rank_of(*window, from);
   const WithoutGil without_gil;
-  return follow(window->wait_signal(static_cast<int>(from), backend_->deadline_of(opts.timeout)),
-                "mooncake:wait_signal", "wait_signal from " + backend_->group_->name_of(static_cast<int>(from)),
-                at::empty({0}), async);
+  auto request = window->wait_signal(rank, backend_->deadline_of(opts.timeout));
+  return follow(*window, std::move(request), "wait for a signal from ", "mooncake:wait_signal", at::empty({0}), async);
 }
 
 at::Tensor MooncakeWindow::map_remote_tensor(int64_t rank) {

@@ -35,8 +35,10 @@ class MooncakeWindow final : public c10d::Window {
 
  private:
   coll::WindowPtr opened() const;
-  WorkPtr follow(coll::RequestPtr request, const char* title, const std::string& what, const at::Tensor& tensor,
-                 bool async);
+  // `seat`: torch's rank, which the ranks of the window's group need not be equal to once ranks were lost.
+  static int rank_of(const coll::Window& window, int64_t seat);
+  WorkPtr follow(const coll::Window& window, coll::RequestPtr request, const char* name, const char* title,
+                 const at::Tensor& tensor, bool async);
 
   const c10::intrusive_ptr<MooncakeBackend> backend_;
   mutable std::mutex mutex_;

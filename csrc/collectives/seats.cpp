@@ -52,7 +52,11 @@ Id128 derived_id(const Id128& parent, std::string_view purpose, const std::vecto
 }
 
 void Seating::encode(ByteWriter& out) const {
-  out.put(epoch).put(group).put(sequence).put(static_cast<uint32_t>(members.size()));
+  out.put(epoch)
+      .put(group)
+      .put(sequence)
+      .put(std::string_view(algorithms.text()))
+      .put(static_cast<uint32_t>(members.size()));
   for (size_t seat = 0; seat < members.size(); ++seat)
     out.put(std::string_view(members[seat].encode())).put(active[seat]).put(global_ranks[seat]);
 }
@@ -62,6 +66,7 @@ Result<Seating> Seating::decode(ByteReader& in) {
   out.epoch = in.get<uint64_t>();
   out.group = in.get_id();
   out.sequence = in.get<uint64_t>();
+  TM_ASSIGN(out.algorithms, Algorithms::parse(in.get_bytes()));
   const uint32_t n = in.get_count(13);
   for (uint32_t seat = 0; seat < n; ++seat) {
     TM_ASSIGN(Member member, Member::decode(in.get_bytes()));
@@ -84,6 +89,7 @@ GroupOptions Seating::group_of(int seat) const {
   GroupOptions out;
   out.id = group;
   out.seats = active_seats();
+  out.algorithms = algorithms;
   out.seat_count = static_cast<int>(members.size());
   for (int other : out.seats) {
     if (other == seat) out.rank = static_cast<int>(out.members.size());

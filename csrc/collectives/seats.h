@@ -31,6 +31,7 @@ struct TM_API Seating {
   std::vector<Member> members;  // by seat
   std::vector<uint8_t> active;  // by seat
   std::vector<int64_t> global_ranks;
+  Algorithms algorithms{};  // for all groups that follow
 
   void encode(ByteWriter& out) const;
   static Result<Seating> decode(ByteReader& in);

@@ -202,6 +202,7 @@ MooncakeBackend::BackendPtr MooncakeBackend::part(std::string name, const std::v
     seating.global_ranks.push_back(all.global_ranks[rank]);
   }
   seating.active.assign(ranks.size(), 1);
+  seating.algorithms = all.algorithms;
   const auto seat = static_cast<int>(me - ranks.begin());
   auto seats = seats_->found_part(seat, std::move(seating));
   if (!seats.is_ok()) raise(seats.status());

@@ -13,7 +13,7 @@ namespace torch_mooncake::coll {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(20);
-constexpr int64_t kLeaveMs = 2000, kDialMs = 2000;
+constexpr int64_t kLeaveMs = 2000, kDialMs = 2000, kGraceMs = 1000;
 
 void put_seats(ByteWriter& out, const std::vector<int>& seats) {
   out.put(static_cast<uint32_t>(seats.size()));
@@ -242,7 +242,9 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
     std::optional<Result<rpc::Message>> message;
   };
   auto answer = std::make_shared<Answer>();
-  (*link)->current()->call(kSeats, out.take(), deadline, [answer](Result<rpc::Message> message) {
+  // If the chair gives up at the same time, what it says tells more.
+  const Deadline last = deadline.is_never() ? deadline : Deadline::after_ms(deadline.remaining_ms() + kGraceMs);
+  (*link)->current()->call(kSeats, out.take(), last, [answer](Result<rpc::Message> message) {
     std::lock_guard lock(answer->mutex);
     answer->message = std::move(message);
     answer->cv.notify_all();
@@ -260,7 +262,7 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
       why_not = {Code::peer_lost, "rank " + std::to_string(chair) + " was lost"};
       return {};
     }
-    if (deadline.expired())
+    if (last.expired())
       return {Code::deadline_exceeded, "rank " + std::to_string(chair) + ", which decides, did not answer in time"};
     lock.lock();
   }

@@ -80,6 +80,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   std::string explain() const;
   bool single_host() const { return topology_.hosts().size() == 1; }  // all members carry our host id
   Engine& engine() { return hub_->engine(); }
+  const std::shared_ptr<Progress>& progress() { return hub_->progress(); }
 
   // `data` stays valid (held by `keep`, or by the caller) until the request has ended.
   RequestPtr send(int to, Channel channel, uint64_t tag, const void* data, uint64_t nbytes, Deadline deadline,

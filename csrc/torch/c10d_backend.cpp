@@ -1,30 +1,16 @@
 #include "torch/c10d_backend.h"
 
-#include <Python.h>
 #include <torch/csrc/distributed/c10d/exception.h>
 
 #include "common/log.h"
 #include "common/random.h"
 #include "torch/c10d_tensors.h"
+#include "torch/without_gil.h"
 
 namespace torch_mooncake::dist {
 namespace {
 
 constexpr int64_t kLeaveMs = 2000;
-
-// Other threads may need the GIL to end (callbacks of futures); who waits for them must not hold it.
-class WithoutGil {
- public:
-  WithoutGil() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
-  }
-  ~WithoutGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-
- private:
-  PyThreadState* state_ = nullptr;
-};
 
 [[noreturn]] void raise(const std::string& text) { C10_THROW_ERROR(DistBackendError, "mooncake: " + text); }
 
@@ -80,7 +66,7 @@ WorkPtr MooncakeBackend::run(Plan plan, Body body) {
       std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group->name_of(group->rank());
   auto work = c10::make_intrusive<CollectiveWork>(group, plan.type, plan.title, std::move(what), sequence, plan.outputs,
                                                   plan.inputs);
-  const Deadline deadline = Deadline::after_ms(timeout_or_default(plan.timeout).count());
+  const Deadline deadline = deadline_of(plan.timeout);
   auto task = [this, work, group, body = std::move(body), sequence, deadline] {
     std::exception_ptr raised;
     work->begin();

@@ -82,6 +82,11 @@ class MooncakeBackend final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;  // c10d_window.h
+#endif
+
   // ---- who is in the group: ranks keep their numbers whoever is gone, getSize() counts the empty seats, too
   std::vector<int> active_ranks() const;
   std::vector<int> waiting_ranks() const;  // that a replacement has asked to be
@@ -113,6 +118,7 @@ class MooncakeBackend final : public c10d::Backend {
   void shutdown() override;
 
  private:
+  friend class MooncakeWindow;
   // What a collective does when its turn comes.
   using Body = std::function<Status(const coll::Call&)>;
   struct Plan {
@@ -132,6 +138,7 @@ class MooncakeBackend final : public c10d::Backend {
   WorkPtr message(bool sending, TensorList& tensors, int peer, int tag);
   WorkPtr joint(std::vector<WorkPtr> works);
   Ms timeout_or_default(Ms timeout) const { return timeout.count() < 0 ? options_->timeout : timeout; }
+  Deadline deadline_of(Ms timeout) const { return Deadline::after_ms(timeout_or_default(timeout).count()); }
 
   // An options object of ours like the one given, or like this group's.
   c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;

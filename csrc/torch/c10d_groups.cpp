@@ -6,35 +6,14 @@
 
 #include "common/random.h"
 #include "torch/c10d_backend.h"
+#include "torch/c10d_meeting.h"
 
 namespace torch_mooncake::dist {
 namespace {
 
 constexpr std::string_view kScheme = "mooncake://", kTcp = "tcp://";
 
-std::vector<uint8_t> to_store(std::string_view text) { return {text.begin(), text.end()}; }
-std::string from_store(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-std::string member_key(int rank) { return "tm/rank/" + std::to_string(rank); }
-
 [[noreturn]] void raise(const Status& status) { C10_THROW_ERROR(DistBackendError, "mooncake: " + status.to_string()); }
-
-// Waits for a key of every rank, and names those that did not publish it.
-void wait_for_members(c10d::Store& store, int size, Ms timeout) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(member_key(rank));
-  try {
-    store.wait(keys, timeout);
-  } catch (const std::exception& error) {
-    std::string missing;
-    for (int rank = 0; rank < size; ++rank) {
-      if (store.check({keys[rank]})) continue;  // raises if the store itself is gone
-      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
-    }
-    if (missing.empty()) throw;
-    C10_THROW_ERROR(DistStoreError, "mooncake: " + missing + " did not join the process group within " +
-                                        std::to_string(timeout.count()) + " ms (" + error.what() + ")");
-  }
-}
 
 coll::HubPtr hub_for(const MooncakeBackend::Options& options, std::string token, int64_t global_rank) {
   coll::HubOptions out;
@@ -78,21 +57,20 @@ struct Contact {
   }
 };
 
-// Rank 0 chooses the token that all prove to each other, and the id of the group.
-void choose(c10d::Store& store) {
+// What rank 0 chooses: the token that all prove to each other, and the id of the group.
+std::string choose() {
   std::string token = coll::Hub::current_token();
   if (token.empty()) token = to_hex(random_id()) + to_hex(random_id());
   ByteWriter out;
   out.put(random_id()).put(std::string_view(token));
-  store.set("tm/group", to_store(out.take()));
+  return out.take();
 }
 
 coll::SeatsPtr meet(c10d::Store& store, int rank, int size, std::vector<int64_t> global_ranks,
                     const MooncakeBackend::Options& options) {
-  if (rank == 0) choose(store);
-  store.wait({"tm/group"}, options.timeout);
-  const std::string published = from_store(store.get("tm/group"));
-  ByteReader in(published);
+  Meeting meeting(store, rank, size, options.timeout);
+  const std::string shared = meeting.share(rank == 0 ? choose() : "");
+  ByteReader in(shared);
   coll::Seating seating;
   seating.group = in.get_id();
   std::string token = in.get_string();
@@ -100,10 +78,8 @@ coll::SeatsPtr meet(c10d::Store& store, int rank, int size, std::vector<int64_t>
   for (int peer = static_cast<int>(global_ranks.size()); peer < size; ++peer) global_ranks.push_back(peer);
   const coll::HubPtr hub = hub_for(options, std::move(token), global_ranks[rank]);
   try {
-    store.set(member_key(rank), to_store(hub->self().encode()));
-    wait_for_members(store, size, options.timeout);
-    for (int peer = 0; peer < size; ++peer) {
-      auto member = coll::Member::decode(from_store(store.get(member_key(peer))));
+    for (const auto& bytes : meeting.members(seating.group, hub->self().encode())) {
+      auto member = coll::Member::decode(bytes);
       if (!member.is_ok()) raise(member.status());
       seating.members.push_back(std::move(*member));
     }

@@ -44,7 +44,10 @@ class Board {
   static constexpr int kSmall = 0, kLarge = 1;
   static constexpr uint64_t kSlotBytes[] = {16 << 10, 256 << 10};
 
+  static constexpr size_t kResident = 12;
+
   Board(Group& group, int which);
+  ~Board();
   uint64_t slot_bytes() const { return kSlotBytes[which_]; }
   // Another rank's segment, or an invalid fd: it cannot give one. (I/O thread.)
   void arrived(int rank, const Id128& segment, UniqueFd fd);
@@ -64,6 +67,9 @@ class Board {
   Status offer(const Call& call, int rank, const Segment* segment);
   Status wait(const Call& call, int rank, const std::atomic<uint32_t>& counter, uint32_t at_least);
   void raise(std::atomic<uint32_t>& counter, uint32_t to);
+  // `pages_` held: this board has pages, and is the one used last; others may lose theirs.
+  void come_in();
+  bool give_back();  // false: somebody uses it, or reads it still
   Head& head(int rank) const;
   Slot& slot(int rank, uint32_t turn) const;
 
@@ -81,6 +87,13 @@ class Board {
     MappingPtr map;  // null: it gave none, or one that is no board
   };
   std::vector<Seen> seen_;  // by rank, ours too
+  // Of a large board.
+  struct Residents;
+  static Residents& residents();
+  std::byte* own_ = nullptr;  // our segment
+  std::mutex pages_;          // held by a turn, and by who takes the pages
+  bool resident_ = false;     // under pages_
+  std::atomic<uint64_t> used_{0};
 };
 
 // One collective, or one piece of one on the large board: begin(); if it is on the board, fill mine(), post(), and read
@@ -114,6 +127,7 @@ class Turn {
   Board::Kind kind_{};
   uint64_t most_ = 0, agreed_ = 0;
   bool on_board_ = false;
+  std::unique_lock<std::mutex> pages_;  // of a large board: they stay while we are in it
 };
 
 // A hash of numbers: what ranks that must have the same list show of it.

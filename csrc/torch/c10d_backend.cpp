@@ -12,10 +12,6 @@ namespace {
 
 constexpr int64_t kLeaveMs = 2000;
 
-std::vector<uint8_t> to_store(std::string_view text) { return {text.begin(), text.end()}; }
-std::string from_store(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-std::string member_key(int rank) { return "tm/rank/" + std::to_string(rank); }
-
 // Other threads may need the GIL to end (callbacks of futures); who waits for them must not hold it.
 class WithoutGil {
  public:
@@ -32,73 +28,10 @@ class WithoutGil {
 
 [[noreturn]] void raise(const std::string& text) { C10_THROW_ERROR(DistBackendError, "mooncake: " + text); }
 
-// Waits for a key of every rank, and names those that did not publish it.
-void wait_for_members(c10d::Store& store, int size, Ms timeout) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(member_key(rank));
-  try {
-    store.wait(keys, timeout);
-  } catch (const std::exception& error) {
-    std::string missing;
-    for (int rank = 0; rank < size; ++rank) {
-      bool there = false;
-      try {
-        there = store.check({keys[rank]});
-      } catch (const std::exception&) {
-        throw;  // the store itself is gone
-      }
-      if (!there) missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
-    }
-    if (missing.empty()) throw;
-    C10_THROW_ERROR(DistStoreError, "mooncake: " + missing + " did not join the process group within " +
-                                        std::to_string(timeout.count()) + " ms (" + error.what() + ")");
-  }
-}
-
 }  // namespace
 
-MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                 std::vector<int64_t> global_ranks, c10::intrusive_ptr<Options> options)
-    : Backend(rank, size), options_(std::move(options)) {
-  // Rank 0 chooses the token that all prove to each other, and the id of the group.
-  if (rank == 0) {
-    std::string token = coll::Hub::current_token();
-    if (token.empty()) token = to_hex(random_id()) + to_hex(random_id());
-    ByteWriter out;
-    out.put(random_id()).put(std::string_view(token));
-    store->set("tm/group", to_store(out.take()));
-  }
-  store->wait({"tm/group"}, options_->timeout);
-  const std::string published = from_store(store->get("tm/group"));
-  ByteReader in(published);
-  coll::GroupOptions group;
-  group.id = in.get_id();
-  coll::HubOptions hub_options;
-  hub_options.token = in.get_string();
-  if (!in.done()) raise("what rank 0 published in the store cannot be read");
-  hub_options.host = options_->host;
-  hub_options.host_id = options_->host_id;
-  hub_options.transports = options_->transports;
-  hub_options.name = "rank" + std::to_string(rank < static_cast<int>(global_ranks.size()) ? global_ranks[rank] : rank);
-  auto hub = coll::Hub::acquire(hub_options);
-  if (!hub.is_ok()) raise("cannot start: " + hub.status().to_string());
-  try {
-    store->set(member_key(rank), to_store((*hub)->self().encode()));
-    wait_for_members(*store, size, options_->timeout);
-    for (int peer = 0; peer < size; ++peer) {
-      auto member = coll::Member::decode(from_store(store->get(member_key(peer))));
-      if (!member.is_ok()) raise(member.status().to_string());
-      group.members.push_back(*member);
-    }
-    group.rank = rank;
-    group.global_ranks = std::move(global_ranks);
-    auto joined = coll::Group::join(*hub, std::move(group));
-    if (!joined.is_ok()) raise(joined.status().to_string());
-    group_ = *joined;
-  } catch (...) {
-    (*hub)->release();
-    throw;
-  }
+MooncakeBackend::MooncakeBackend(int rank, int size, c10::intrusive_ptr<Options> options, coll::SeatsPtr seats)
+    : Backend(rank, size), options_(std::move(options)), seats_(std::move(seats)) {
   init();
 }
 
@@ -106,21 +39,24 @@ MooncakeBackend::~MooncakeBackend() { shutdown(); }
 
 void MooncakeBackend::shutdown() {
   WithoutGil without_gil;
-  group_->leave(Deadline::after_ms(kLeaveMs));
+  seats_->close(Deadline::after_ms(kLeaveMs));
   executor_.stop();
   finisher_->stop();
 }
 
 void MooncakeBackend::abort() {
   WithoutGil without_gil;
-  group_->abort({Code::cancelled, "the process group was aborted"});
+  const Status why(Code::cancelled, "the process group was aborted");
+  seats_->cancel(why);
+  seats_->group()->abort(why);
 }
 
-Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline deadline, std::exception_ptr& raised) {
-  TM_TRY(group_->trouble());
+Status MooncakeBackend::run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline,
+                                 std::exception_ptr& raised) {
+  TM_TRY(group.trouble());
   Status status;
   try {
-    status = body(coll::Call{*group_, sequence, deadline, scratch_});
+    status = body(coll::Call{group, sequence, deadline, scratch_});
   } catch (...) {  // torch ran out of memory, say: the other ranks wait in vain for our part
     raised = std::current_exception();
     status = {Code::internal, "an exception on this rank"};
@@ -130,7 +66,7 @@ Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline d
     error_ = status.code() == Code::deadline_exceeded ? c10d::ErrorType::TIMEOUT
              : status.code() == Code::peer_lost       ? c10d::ErrorType::REMOTE_ERROR
                                                       : c10d::ErrorType::COMM_ERROR;
-    group_->give_up(status);
+    group.give_up(status);
   }
   return status;
 }
@@ -138,22 +74,39 @@ Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline d
 WorkPtr MooncakeBackend::run(Plan plan, Body body) {
   for (size_t i = 0; i < plan.outputs.size() && !plan.reads_only; ++i) check_writable(plan.outputs[i], plan.name);
   std::unique_lock order(order_mutex_);
+  const coll::GroupPtr group = seats_->group();
   const uint64_t sequence = ++sequence_;
   std::string what =
-      std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group_->name_of(rank_);
-  auto work = c10::make_intrusive<CollectiveWork>(group_, plan.type, plan.title, std::move(what), sequence,
-                                                  plan.outputs, plan.inputs);
+      std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group->name_of(group->rank());
+  auto work = c10::make_intrusive<CollectiveWork>(group, plan.type, plan.title, std::move(what), sequence, plan.outputs,
+                                                  plan.inputs);
   const Deadline deadline = Deadline::after_ms(timeout_or_default(plan.timeout).count());
-  auto task = [this, work, body = std::move(body), sequence, deadline] {
+  auto task = [this, work, group, body = std::move(body), sequence, deadline] {
     std::exception_ptr raised;
-    const Status status = run_body(body, sequence, deadline, raised);
+    work->begin();
+    const Status status = run_body(*group, body, sequence, deadline, raised);
     raised ? work->end(raised) : work->end(status);
+    if (onCompletionHook_) tell_hook(*work);
   };
   if (!executor_.submit(std::move(task), !plan.async, &order)) raise("the process group was shut down");
   if (order.owns_lock()) order.unlock();
   std::lock_guard lock(coalescing_mutex_);
   if (coalescing_) coalesced_.push_back(work);
   return work;
+}
+
+void MooncakeBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  TORCH_CHECK(!onCompletionHook_, "mooncake: the group has a completion hook already");
+  executor_.drain();
+  onCompletionHook_ = std::move(hook);
+}
+
+void MooncakeBackend::tell_hook(const CollectiveWork& work) {
+  try {
+    onCompletionHook_(work.info());
+  } catch (const std::exception& error) {
+    log::error("collectives", std::string("the completion hook raised: ") + error.what());
+  }
 }
 
 // ---- messages
@@ -165,8 +118,15 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
   TORCH_CHECK_VALUE(tag >= 0, "mooncake: ", name, ": tag must not be negative");
   const uint64_t number = ++messages_;
   const bool any = !sending && peer == coll::kAnySource;
-  std::string what = std::string(name) + (sending ? " to " : " from ") + group_->name_of(peer) + " (tag " +
-                     std::to_string(tag) + ") on " + group_->name_of(rank_);
+  const coll::GroupPtr group = seats_->group();
+  if (!any) {
+    TORCH_CHECK_VALUE(peer >= 0 && peer < size_, "mooncake: ", name, ": there is no rank ", peer);
+    const int seat = peer;
+    peer = group->rank_in(seat);
+    TORCH_CHECK_VALUE(peer >= 0, "mooncake: ", name, ": rank ", seat, " is not active");
+  }
+  std::string what = std::string(name) + (sending ? " to " : " from ") + group->name_of(peer) + " (tag " +
+                     std::to_string(tag) + ") on " + group->name_of(group->rank());
   at::Tensor memory = tensor;
   at::Tensor staging;
   if (needs_staging(tensor)) {
@@ -176,14 +136,13 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
   auto keep = std::make_shared<at::Tensor>(memory);
   const auto type = sending ? c10d::OpType::SEND : (any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV);
   const char* title = sending ? "mooncake:send" : (any ? "mooncake:recvAnySource" : "mooncake:recv");
-  auto work =
-      c10::make_intrusive<MessageWork>(group_, type, title, std::move(what), number, tensor, staging, finisher_);
+  auto work = c10::make_intrusive<MessageWork>(group, type, title, std::move(what), number, tensor, staging, finisher_);
   const Deadline deadline = Deadline::after_ms(options_->timeout.count());
   const auto channel = coll::Channel::p2p;
   const auto wire_tag = static_cast<uint64_t>(tag);
   work->follow(
-      sending ? group_->send(peer, channel, wire_tag, memory.const_data_ptr(), memory.nbytes(), deadline, keep)
-              : group_->receive(peer, channel, wire_tag, memory.mutable_data_ptr(), memory.nbytes(), deadline, keep));
+      sending ? group->send(peer, channel, wire_tag, memory.const_data_ptr(), memory.nbytes(), deadline, keep)
+              : group->receive(peer, channel, wire_tag, memory.mutable_data_ptr(), memory.nbytes(), deadline, keep));
   std::lock_guard lock(coalescing_mutex_);
   if (coalescing_) coalesced_.push_back(work);
   return work;

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -11,7 +12,9 @@
 #include <thread>
 
 #include "collectives/exchange.h"
+#include "common/log.h"
 #include "common/process.h"
+#include "memory/host_memory.h"
 
 namespace torch_mooncake::coll {
 namespace {
@@ -71,7 +74,7 @@ void Board::arrived(int rank, const Id128& segment, UniqueFd fd) {
   MappingPtr map;
   if (fd.valid()) {
     auto adopted = Segment::adopt(std::move(fd), segment);
-    if (adopted.is_ok() && (*adopted)->size() >= segment_bytes()) {
+    if (adopted.is_ok() && (*adopted)->capacity() >= segment_bytes()) {
       auto mapped = (*adopted)->map(Protection::read_only);
       if (mapped.is_ok()) map = *mapped;
     }
@@ -105,12 +108,14 @@ Status Board::offer(const Call& call, int rank, const Segment* segment) {
 Status Board::open(const Call& call) {
   if (opened_) return {};
   const int n = team_.size(), me = team_.me;
-  auto segment = Segment::create("torch-mooncake board", segment_bytes(), segment_bytes());
+  // Small boards are many: their slots get pages when they are written to.
+  auto segment = Segment::create("torch-mooncake board", which_ == kLarge ? segment_bytes() : 1, segment_bytes());
   auto map = segment.is_ok() ? (*segment)->map(Protection::read_write) : Result<MappingPtr>(segment.status());
   if (map.is_ok()) {
     new ((*map)->data) Head;
     std::lock_guard lock(mutex_);
     seen_[me] = {true, *map};
+    own_ = (*map)->data;
   }
   for (int rank = 0; rank < n; ++rank)
     if (rank != me) TM_TRY(offer(call, rank, map.is_ok() ? segment->get() : nullptr));
@@ -205,6 +210,55 @@ void Board::raise(std::atomic<uint32_t>& counter, uint32_t to) {
   }
 }
 
+// ---- pages
+
+struct Board::Residents {
+  std::mutex mutex;
+  std::vector<Board*> boards;
+  std::atomic<uint64_t> uses{0};  // to tell who was last
+};
+
+Board::Residents& Board::residents() {
+  static auto* residents = new Residents;  // outlives every group
+  return *residents;
+}
+
+Board::~Board() {
+  if (which_ != kLarge || pid_ != process_id()) return;  // in a forked child the mutex may be held by nobody
+  auto& all = residents();
+  std::lock_guard lock(all.mutex);
+  std::erase(all.boards, this);
+}
+
+void Board::come_in() {
+  auto& all = residents();
+  used_.store(all.uses.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
+  if (resident_) return;
+  resident_ = true;
+  std::lock_guard lock(all.mutex);
+  std::vector<std::pair<uint64_t, Board*>> by_use;  // a copy: they are being used
+  for (Board* board : all.boards) by_use.emplace_back(board->used_.load(std::memory_order_relaxed), board);
+  std::sort(by_use.begin(), by_use.end());
+  for (const auto& [use, board] : by_use)
+    if (all.boards.size() >= kResident && board->give_back()) std::erase(all.boards, board);
+  all.boards.push_back(this);
+}
+
+bool Board::give_back() {
+  std::unique_lock lock(pages_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  const uint32_t last = turn_.load(std::memory_order_relaxed);
+  for (size_t rank = 0; rank < seen_.size(); ++rank)
+    if (is_before(head(static_cast<int>(rank)).done.load(std::memory_order_acquire), last)) return false;
+  // All but the page with the counters. The others' maps see it, too: zeros, which nobody looks at before the next
+  // turn.
+  const size_t page = page_size();
+  if (::madvise(own_ + page, (segment_bytes() - 1) / page * page, MADV_REMOVE) != 0)
+    log::warning("collectives", Status::from_errno("giving back the pages of a board", errno).message());
+  resident_ = false;
+  return true;
+}
+
 Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t agreed) {
   Board* board = call_.board(which_);
   if (board == nullptr) return {};
@@ -212,6 +266,10 @@ Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t ag
   TM_TRY(board->open(call_));
   if (!board->usable_) return {};
   board_ = board;
+  if (which_ == Board::kLarge) {
+    pages_ = std::unique_lock(board->pages_);
+    board->come_in();
+  }
   kind_ = kind;
   turn_ = board->turn_.load(std::memory_order_relaxed) + 1;
   board->turn_.store(turn_, std::memory_order_relaxed);

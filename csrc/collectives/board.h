@@ -35,8 +35,11 @@ class Board {
   static constexpr int kSmall = 0, kLarge = 1;
   static constexpr uint64_t kSlotBytes[] = {16 << 10, 256 << 10};
 
+  static constexpr size_t kResident = 12;
+
   // Among the ranks of one host, which outlive it as part of the group.
   Board(Group& group, const Team& team, int which);
+  ~Board();
   uint64_t slot_bytes() const { return kSlotBytes[which_]; }
   // "board", "messages" (not all can see all), or "not used yet".
   const char* state() const;
@@ -58,6 +61,9 @@ class Board {
   Status offer(const Call& call, int rank, const Segment* segment);
   Status wait(const Call& call, int rank, const std::atomic<uint32_t>& counter, uint32_t at_least);
   void raise(std::atomic<uint32_t>& counter, uint32_t to);
+  // `pages_` held: this board has pages, and is the one used last; others may lose theirs.
+  void come_in();
+  bool give_back();  // false: somebody uses it, or reads it still
   Head& head(int rank) const;
   Slot& slot(int rank, uint32_t turn) const;
 
@@ -76,6 +82,13 @@ class Board {
     MappingPtr map;  // null: it gave none, or one that is no board
   };
   std::vector<Seen> seen_;  // by number in the team, ours too
+  // Of a large board.
+  struct Residents;
+  static Residents& residents();
+  std::byte* own_ = nullptr;  // our segment
+  std::mutex pages_;          // held by a turn, and by who takes the pages
+  bool resident_ = false;     // under pages_
+  std::atomic<uint64_t> used_{0};
 };
 
 // One collective, or one piece of one on the large board: begin(); if it is on the board, fill mine(), post(), and read
@@ -111,6 +124,7 @@ class Turn {
   Board::Kind kind_{};
   uint64_t most_ = 0, agreed_ = 0;
   bool on_board_ = false;
+  std::unique_lock<std::mutex> pages_;  // of a large board: they stay while we are in it
 };
 
 // A hash of numbers: what ranks that must have the same list show of it.

@@ -57,6 +57,7 @@ class TM_API Seats : public std::enable_shared_from_this<Seats> {
 
   const Id128& id() const { return id_; }
   int seat() const { return seat_; }
+  const std::string& token() const { return hub_->token(); }
   GroupPtr group() const;
   Seating seating() const;
   std::vector<int> waiting() const;  // seats for which a replacement has asked

@@ -127,7 +127,7 @@ std::vector<int> MooncakeBackend::waiting_ranks() const { return seats_->waiting
 
 std::string MooncakeBackend::contact() const {
   const coll::Seating seating = seats_->seating();
-  Contact out{coll::Hub::current_token(), {}, seats_->id()};
+  Contact out{seats_->token(), {}, seats_->id()};
   for (int seat : seating.active_seats())
     for (const auto& address : seating.members[seat].addresses) out.addresses.push_back(address);
   return out.to_string();

@@ -10,6 +10,11 @@
 namespace torch_mooncake::coll {
 namespace {
 Deadline soon() { return Deadline::after_ms(250); }
+std::vector<std::string> hosts_of(const std::vector<Member>& members) {
+  std::vector<std::string> out;
+  for (const auto& member : members) out.push_back(member.host_id);
+  return out;
+}
 }  // namespace
 
 Result<GroupPtr> Group::join(HubPtr hub, GroupOptions options) {
@@ -26,10 +31,12 @@ Result<GroupPtr> Group::join(HubPtr hub, GroupOptions options) {
 }
 
 Group::Group(HubPtr hub, GroupOptions options)
-    : hub_(std::move(hub)), options_(std::move(options)), gone_(options_.members.size()) {
-  for (const auto& member : options_.members) single_host_ &= member.host_id == hub_->self().host_id;
-  for (int which = 0; which < 2 && single_host_ && size() > 1; ++which)
-    boards_[which] = std::make_unique<Board>(*this, which);
+    : hub_(std::move(hub)),
+      options_(std::move(options)),
+      topology_(hosts_of(options_.members), options_.rank),
+      gone_(options_.members.size()) {
+  for (int which = 0; which < 2 && topology_.host().size() > 1; ++which)
+    boards_[which] = std::make_unique<Board>(*this, topology_.host(), which);
 }
 
 Group::~Group() = default;  // the hub holds it until leave()
@@ -158,6 +165,7 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
       envelope.encode(out);
       out.raw({static_cast<const char*>(data), nbytes});
       Status status = session->post(kEager, out.take());
+      if (status.is_ok()) way_to(to).sent += nbytes;
       return Request::ended_with(to, status.is_ok() ? status : status.with(name_of(to)));
     }
     (*link)->credit.fetch_add(cost);
@@ -180,7 +188,7 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
       request = Request::ended_with(to, why);
     } else {
       ready.send_id = next_send_id_++;
-      sending_[ready.send_id] = {to, channel, request, region, *link};
+      sending_[ready.send_id] = {to, channel, request, region, *link, nbytes};
     }
   }
   if (request->ended()) {
@@ -218,6 +226,7 @@ void Group::end_send(uint64_t send_id, Status status, bool withdraw) {
     if (!freed.is_ok() && status.is_ok())
       log::warning("collectives", "a sent buffer is still being read: " + freed.to_string());
   }
+  if (status.is_ok()) way_to(sending.to).sent += sending.nbytes;
   sending.request->finish(std::move(status));
 }
 
@@ -361,6 +370,7 @@ void Group::complete(const Posted& posted, Arrival arrival) {
     } else if (nbytes > 0) {
       std::memcpy(posted.data, arrival.body.data() + arrival.payload_at, nbytes);
     }
+    if (status.is_ok()) way_to(arrival.source).received += nbytes;
     posted.request->finish(std::move(status));
     hub_->consumed(arrival.session, nbytes + 64);
     return;
@@ -416,6 +426,7 @@ void Group::end_read(const Posted& posted, const Arrival& arrival, const RegionP
     std::lock_guard lock(mutex_);
     reading_.erase(posted.request.get());
   }
+  if (status.is_ok()) way_to(arrival.source).received += posted.nbytes;
   posted.request->finish(std::move(status));
 }
 

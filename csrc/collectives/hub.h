@@ -84,6 +84,7 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   ~Hub();
 
   const Member& self() const { return self_; }
+  const std::string& token() const { return token_; }
   Engine& engine() { return *engine_; }
   const std::shared_ptr<Progress>& progress() { return progress_; }
 

@@ -13,7 +13,7 @@ namespace torch_mooncake::coll {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(20);
-constexpr int64_t kLeaveMs = 2000, kDialMs = 2000;
+constexpr int64_t kLeaveMs = 2000, kDialMs = 2000, kGraceMs = 1000;
 
 void put_seats(ByteWriter& out, const std::vector<int>& seats) {
   out.put(static_cast<uint32_t>(seats.size()));
@@ -52,7 +52,11 @@ Id128 derived_id(const Id128& parent, std::string_view purpose, const std::vecto
 }
 
 void Seating::encode(ByteWriter& out) const {
-  out.put(epoch).put(group).put(sequence).put(static_cast<uint32_t>(members.size()));
+  out.put(epoch)
+      .put(group)
+      .put(sequence)
+      .put(std::string_view(algorithms.text()))
+      .put(static_cast<uint32_t>(members.size()));
   for (size_t seat = 0; seat < members.size(); ++seat)
     out.put(std::string_view(members[seat].encode())).put(active[seat]).put(global_ranks[seat]);
 }
@@ -62,6 +66,7 @@ Result<Seating> Seating::decode(ByteReader& in) {
   out.epoch = in.get<uint64_t>();
   out.group = in.get_id();
   out.sequence = in.get<uint64_t>();
+  TM_ASSIGN(out.algorithms, Algorithms::parse(in.get_bytes()));
   const uint32_t n = in.get_count(13);
   for (uint32_t seat = 0; seat < n; ++seat) {
     TM_ASSIGN(Member member, Member::decode(in.get_bytes()));
@@ -84,6 +89,7 @@ GroupOptions Seating::group_of(int seat) const {
   GroupOptions out;
   out.id = group;
   out.seats = active_seats();
+  out.algorithms = algorithms;
   out.seat_count = static_cast<int>(members.size());
   for (int other : out.seats) {
     if (other == seat) out.rank = static_cast<int>(out.members.size());
@@ -236,7 +242,9 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
     std::optional<Result<rpc::Message>> message;
   };
   auto answer = std::make_shared<Answer>();
-  (*link)->current()->call(kSeats, out.take(), deadline, [answer](Result<rpc::Message> message) {
+  // If the chair gives up at the same time, what it says tells more.
+  const Deadline last = deadline.is_never() ? deadline : Deadline::after_ms(deadline.remaining_ms() + kGraceMs);
+  (*link)->current()->call(kSeats, out.take(), last, [answer](Result<rpc::Message> message) {
     std::lock_guard lock(answer->mutex);
     answer->message = std::move(message);
     answer->cv.notify_all();
@@ -254,7 +262,7 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
       why_not = {Code::peer_lost, "rank " + std::to_string(chair) + " was lost"};
       return {};
     }
-    if (deadline.expired())
+    if (last.expired())
       return {Code::deadline_exceeded, "rank " + std::to_string(chair) + ", which decides, did not answer in time"};
     lock.lock();
   }

@@ -31,6 +31,7 @@ struct TM_API Seating {
   std::vector<Member> members;  // by seat
   std::vector<uint8_t> active;  // by seat
   std::vector<int64_t> global_ranks;
+  Algorithms algorithms{};  // for all groups that follow
 
   void encode(ByteWriter& out) const;
   static Result<Seating> decode(ByteReader& in);
@@ -56,6 +57,7 @@ class TM_API Seats : public std::enable_shared_from_this<Seats> {
 
   const Id128& id() const { return id_; }
   int seat() const { return seat_; }
+  const std::string& token() const { return hub_->token(); }
   GroupPtr group() const;
   Seating seating() const;
   std::vector<int> waiting() const;  // seats for which a replacement has asked

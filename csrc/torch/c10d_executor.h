@@ -1,10 +1,11 @@
 // Executor: runs tasks one after another, in the order they were submitted, on a thread of its own that starts with the
-// first task that needs it. A caller that is going to wait anyway may run its task itself when nothing is before it:
-// that saves two thread switches.
+// first task that needs it, and ends when there was none for a while. A caller that is going to wait anyway may run its
+// task itself when nothing is before it: that saves two thread switches.
 //
 // Threads: everything is safe from any thread. stop() runs what is queued, then ends the thread.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -15,6 +16,7 @@ namespace torch_mooncake::dist {
 
 class Executor {
  public:
+  static constexpr std::chrono::seconds kIdle{2};
   ~Executor() { stop(); }
 
   // false: stopped, the task was not taken. `order`, if given, is a lock of the caller's that decides about the place
@@ -34,7 +36,11 @@ class Executor {
       return true;
     }
     tasks_.push_back(std::move(task));
-    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+    if (!has_thread_) {
+      if (thread_.joinable()) thread_.join();  // it has ended, but for its return
+      thread_ = std::thread([this] { loop(); });
+      has_thread_ = true;
+    }
     cv_.notify_all();
     return true;
   }
@@ -63,8 +69,12 @@ class Executor {
   void loop() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      cv_.wait(lock, [&] { return !running_ && (stopping_ || !tasks_.empty()); });
-      if (tasks_.empty()) return;
+      const bool woken = cv_.wait_for(lock, kIdle, [&] { return !running_ && (stopping_ || !tasks_.empty()); });
+      if (!woken && (running_ || !tasks_.empty())) continue;
+      if (tasks_.empty()) {
+        has_thread_ = false;
+        return;
+      }
       auto task = std::move(tasks_.front());
       tasks_.pop_front();
       running_ = true;
@@ -81,6 +91,7 @@ class Executor {
   std::condition_variable cv_;
   std::deque<std::function<void()>> tasks_;
   std::thread thread_;
+  bool has_thread_ = false;
   bool running_ = false;
   bool stopping_ = false;
 };

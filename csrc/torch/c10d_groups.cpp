@@ -127,7 +127,7 @@ std::vector<int> MooncakeBackend::waiting_ranks() const { return seats_->waiting
 
 std::string MooncakeBackend::contact() const {
   const coll::Seating seating = seats_->seating();
-  Contact out{coll::Hub::current_token(), {}, seats_->id()};
+  Contact out{seats_->token(), {}, seats_->id()};
   for (int seat : seating.active_seats())
     for (const auto& address : seating.members[seat].addresses) out.addresses.push_back(address);
   return out.to_string();
@@ -178,6 +178,7 @@ MooncakeBackend::BackendPtr MooncakeBackend::part(std::string name, const std::v
     seating.global_ranks.push_back(all.global_ranks[rank]);
   }
   seating.active.assign(ranks.size(), 1);
+  seating.algorithms = all.algorithms;
   const auto seat = static_cast<int>(me - ranks.begin());
   auto seats = seats_->found_part(seat, std::move(seating));
   if (!seats.is_ok()) raise(seats.status());

@@ -142,7 +142,8 @@ def replaced(rank: int, world: int, dead: int, folder: str) -> None:
     everything(rank, world, active)
     if rank == active[-1]:
         code = f"import test_elastic as t; t.replacement({contact.read_text()!r}, {dead}, {world})"
-        new = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        new = subprocess.Popen([sys.executable, "-c", code], env=env)
         while not tmd.waiting_ranks():
             assert new.poll() is None
             time.sleep(0.05)
@@ -231,7 +232,7 @@ def test_shrink_group_after_a_death() -> None:
 
 
 def split(rank: int, world: int) -> None:
-    # torch's function asks for an accelerator, and for a device that the group is bound to: told here that the CPU is it.
+    # torch's function asks for an accelerator, and for a device that the group is bound to: the CPU, it is told here.
     pytest.MonkeyPatch().setattr(torch.accelerator, "is_available", lambda: True)
     pytest.MonkeyPatch().setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     world_group = dist.group.WORLD
@@ -287,3 +288,28 @@ def hooks(rank: int, world: int) -> None:
 
 def test_hooks_durations_and_monitored_barriers() -> None:
     run_world(3, hooks)
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_train.py"
+
+
+def example(*arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(EXAMPLE)]
+    done = subprocess.run(
+        [*command, "--steps=40", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_example_ends_with_the_weights_of_an_undisturbed_run() -> None:
+    undisturbed = example().splitlines()[-1]
+    assert undisturbed.startswith("40 steps, weights ")
+    disturbed = example("--kill=0:10", "--kill=2:25")
+    assert disturbed.count("a new process takes its place") == 2
+    assert disturbed.splitlines()[-1] == undisturbed

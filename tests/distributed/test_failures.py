@@ -1,4 +1,4 @@
-"""Ranks that die, never come, give up, fork or are busy: what the others see of it. Deaths in all places: test_faults.py."""
+"""Ranks that die, never come, give up, fork or are busy: what others see of it. Deaths everywhere: test_faults.py."""
 
 from __future__ import annotations
 

@@ -2,13 +2,17 @@
 #include "collectives/board.h"
 
 #include <doctest/doctest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <fstream>
+#include <sstream>
 
 #include "collectives/world.h"
+#include "memory/host_memory.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::coll;
@@ -352,4 +356,93 @@ TEST_CASE("board: waiting ends when the awaited rank leaves, or the group is abo
     CHECK(statuses[0].code() == (leaves ? Code::peer_lost : Code::cancelled));
     CHECK(steady_ns() - begin < 5'000'000'000);
   }
+}
+
+namespace {
+
+// Memory of the large boards that ranks of this process own.
+uint64_t resident_bytes() {
+  std::ifstream maps("/proc/self/maps");
+  uint64_t sum = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find(" rw-s ") == std::string::npos || line.find("torch-mooncake board") == std::string::npos) continue;
+    std::istringstream in(line);
+    uint64_t begin, end;
+    char dash;
+    in >> std::hex >> begin >> dash >> end;
+    if (end - begin < 4 * Board::kSlotBytes[Board::kLarge]) continue;
+    std::vector<unsigned char> pages((end - begin) / page_size());
+    REQUIRE(::mincore(reinterpret_cast<void*>(begin), end - begin, pages.data()) == 0);  // also what nobody has mapped
+    for (unsigned char page : pages) sum += (page & 1) * page_size();
+  }
+  return sum;
+}
+
+// A small and a large all-reduce of one group on one rank.
+Status small_and_large(Group& group, Scratch& scratch, uint64_t seq) {
+  for (uint64_t count : {uint64_t{10}, 40'000 + seq % 7 * 20'000}) {
+    const Call call{group, seq, Deadline::after_ms(20'000), scratch};
+    std::vector<int32_t> data(count);
+    for (uint64_t i = 0; i < count; ++i) data[i] = static_cast<int32_t>(i * seq) + group.rank();
+    TM_TRY(all_reduce(call, data.data(), count, DType::i32, ReduceOp::sum));
+    for (uint64_t i = 0; i < count; ++i)
+      if (data[i] != 2 * static_cast<int32_t>(i * seq) + 1) return {Code::corrupt, "all_reduce"};
+  }
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("board: of 128 groups of the same ranks those that were used last have memory, in turn and all at once") {
+  constexpr int kGroups = 128, kThreads = 4;
+  constexpr uint64_t kBoard = 4 * Board::kSlotBytes[Board::kLarge];
+  World world(2);
+  std::vector<std::array<GroupPtr, 2>> groups;
+  for (int g = 0; g < kGroups; ++g) {
+    GroupOptions options;
+    options.id = random_id();
+    for (auto& hub : world.hubs) options.members.push_back(hub->self());
+    std::array<GroupPtr, 2> pair;
+    for (int rank = 0; rank < 2; ++rank) {
+      options.rank = rank;
+      auto joined = Group::join(world.hubs[rank], options);
+      REQUIRE(joined.is_ok());
+      pair[rank] = *joined;
+    }
+    groups.push_back(pair);
+  }
+  uint64_t seq = 1;
+  auto run = [&](int threads, int rounds) {
+    std::vector<Status> out(2 * threads);
+    std::vector<std::thread> running;
+    for (int rank = 0; rank < 2; ++rank)
+      for (int t = 0; t < threads; ++t)
+        running.emplace_back([&, rank, t] {
+          Scratch scratch;
+          Status& status = out[rank * threads + t];
+          for (int round = 0; round < rounds; ++round)
+            for (int g = t; g < kGroups && status.is_ok(); g += threads)
+              status = small_and_large(*groups[g][rank], scratch, seq + static_cast<uint64_t>(round));
+        });
+    for (auto& thread : running) thread.join();
+    seq += static_cast<uint64_t>(rounds);
+    for (const auto& status : out) REQUIRE_MESSAGE(status.is_ok(), status.to_string());
+  };
+  run(1, 2);
+  CHECK(resident_bytes() < (Board::kResident + 4) * kBoard);
+  run(kThreads, 3);
+  CHECK(resident_bytes() < (Board::kResident + 4 * kThreads) * kBoard);
+  // One that is used again and again keeps its pages.
+  const uint64_t before = resident_bytes();
+  Scratch scratch[2];
+  for (int i = 0; i < 20; ++i) {
+    std::thread other(
+        [&] { REQUIRE(small_and_large(*groups[5][1], scratch[1], 1000 + static_cast<uint64_t>(i)).is_ok()); });
+    REQUIRE(small_and_large(*groups[5][0], scratch[0], 1000 + static_cast<uint64_t>(i)).is_ok());
+    other.join();
+  }
+  CHECK(resident_bytes() <= before + 2 * kBoard);
+  for (auto& pair : groups)
+    for (auto& group : pair) group->leave(Deadline::after_ms(2000));
+  groups.clear();
 }

@@ -101,6 +101,11 @@ void check_all(World& world, uint64_t n) {
 }
 }  // namespace
 
+TEST_CASE("more ranks than bits in a word") {
+  World world(70);
+  for (uint64_t n : {3, 20'001}) check_all(world, n);
+}
+
 TEST_CASE("every collective, sizes around every threshold") {
   for (int size : {1, 2, 3, 4}) {
     World world(size);

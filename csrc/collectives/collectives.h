@@ -42,11 +42,15 @@ class TM_API Scratch {
   uint64_t capacity_ = 0;
 };
 
+class Device;
+
 struct Call {
   Group& group;
   uint64_t seq;  // equal on all ranks: what keeps messages of different calls apart
   Deadline deadline;
   Scratch& scratch;
+  // Whose memory the pointers of the collective are (device.h); null: the host's.
+  Device* device = nullptr;
 };
 
 struct Piece {

@@ -5,6 +5,7 @@
 
 #include "collectives/board.h"
 #include "collectives/collectives.h"
+#include "collectives/device.h"
 #include "collectives/exchange.h"
 #include "memory/copy.h"
 
@@ -209,6 +210,7 @@ Status monitored_barrier(const Call& call) {
 
 Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
   TM_TRY(check_root(call.group, root));
+  if (call.device) return on_device::broadcast(call, data, nbytes, root);
   if (call.group.size() == 1) return {};
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::broadcast, nbytes, nbytes));
@@ -233,6 +235,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
   const int n = call.group.size();
   const int rank = call.group.rank();
   TM_TRY(check_own(call.group, in.nbytes, out[rank].nbytes));
+  if (call.device) return on_device::all_gather(call, in, out);
   uint64_t most = 0;
   Agreed sizes;
   for (const Piece& piece : out) {
@@ -269,6 +272,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
 Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void* const> out, int root) {
   TM_TRY(check_root(call.group, root));
   if (call.group.rank() == root) TM_TRY(check_count(call.group, out.size(), "outputs"));
+  if (call.device) return on_device::gather(call, in, nbytes, out, root);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::gather, nbytes, nbytes));
   if (turn.on_board()) {
@@ -295,6 +299,7 @@ Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void*
 Status scatter(const Call& call, std::span<const void* const> in, void* out, uint64_t nbytes, int root) {
   TM_TRY(check_root(call.group, root));
   if (call.group.rank() == root) TM_TRY(check_count(call.group, in.size(), "inputs"));
+  if (call.device) return on_device::scatter(call, in, out, nbytes, root);
   const auto n = static_cast<uint64_t>(call.group.size());
   const uint64_t all = nbytes > Board::kSlotBytes[Board::kSmall] ? UINT64_MAX : nbytes * n;
   Turn turn(call);
@@ -330,6 +335,7 @@ Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<co
   const int n = call.group.size();
   const int rank = call.group.rank();
   TM_TRY(check_own(call.group, in[rank].nbytes, out[rank].nbytes));
+  if (call.device) return on_device::all_to_all(call, in, out);
   Turn turn(call);
   const uint64_t sizes = static_cast<uint64_t>(n) * sizeof(uint64_t);
   TM_TRY(turn.begin(Board::Kind::all_to_all, sizes, sizes));

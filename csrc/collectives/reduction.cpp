@@ -7,6 +7,7 @@
 
 #include "collectives/board.h"
 #include "collectives/collectives.h"
+#include "collectives/device.h"
 #include "collectives/exchange.h"
 #include "collectives/reduce.h"
 
@@ -321,6 +322,7 @@ void Scratch::Free::operator()(std::byte* p) const { ::operator delete[](p, std:
 
 Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op) {
   TM_TRY(check_reducible(dtype, op));
+  if (call.device) return on_device::all_reduce(call, data, count, dtype, op);
   if (call.group.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
@@ -338,6 +340,7 @@ Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, Red
 Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root) {
   TM_TRY(check_reducible(dtype, op));
   if (root < 0 || root >= call.group.size()) return {Code::invalid_argument, "root " + std::to_string(root)};
+  if (call.device) return on_device::reduce(call, data, count, dtype, op, root);
   if (call.group.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
@@ -365,6 +368,7 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
   if (in.size() != static_cast<size_t>(n)) return {Code::invalid_argument, "reduce_scatter needs one input a rank"};
   if (in[rank].nbytes != out.nbytes)
     return {Code::invalid_argument, "reduce_scatter: own input and output differ in size"};
+  if (call.device) return on_device::reduce_scatter(call, in, out, dtype, op);
   uint64_t longest = 0, total = 0;
   Agreed sizes;
   for (const auto& piece : in) {

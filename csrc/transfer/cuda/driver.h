@@ -48,6 +48,8 @@ class CudaDriver {
 
   virtual Result<CudaStream> make_stream(int device) = 0;
   virtual void destroy_stream(int device, CudaStream stream) = 0;
+  // What is queued on it becomes part of a graph, and is not carried out.
+  virtual Result<bool> capturing(int device, CudaStream stream) = 0;
   // Any two of device memory and pinned host memory. Queued; what fails later shows at the event.
   virtual Status copy(int device, void* dst, const void* src, size_t nbytes, CudaStream stream) = 0;
   virtual Result<CudaEvent> record(int device, CudaStream stream) = 0;

@@ -113,6 +113,18 @@ Result<void*> make_own_stream(int device) {
   return driver->make_stream(device);
 }
 
+Status copy_on_stream(int device, void* to, const void* from, uint64_t nbytes, void* stream) {
+  TM_ASSIGN(auto driver, CudaDriver::get());
+  return driver->copy(device, to, from, nbytes, stream);
+}
+
+Result<std::shared_ptr<std::byte>> make_pinned(int device, uint64_t nbytes) {
+  TM_ASSIGN(auto driver, CudaDriver::get());
+  TM_ASSIGN(void* memory, driver->allocate_pinned(device, nbytes));
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
+                                    [driver, device](std::byte* p) { driver->free_pinned(device, p); });
+}
+
 Status wait_for_stream(int device, void* stream, Deadline deadline) {
   TM_ASSIGN(auto driver, CudaDriver::get());
   TM_ASSIGN(auto event, driver->record(device, stream));

@@ -6,6 +6,7 @@
 // hang: the destructor opens, and an operation that fails opens its gate like any other.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -63,6 +64,9 @@ using StreamGatePtr = std::shared_ptr<StreamGate>;
 // A stream of one's own, which nobody else queues anything on: what is queued there never stands behind a wait of the
 // user's. Kept for the life of the process, as the device's context is.
 TM_API Result<void*> make_own_stream(int device);
+// Between memory of the device and pinned memory, queued.
+TM_API Status copy_on_stream(int device, void* to, const void* from, uint64_t nbytes, void* stream);
+TM_API Result<std::shared_ptr<std::byte>> make_pinned(int device, uint64_t nbytes);
 // Until what is queued on the stream now is done. io: it failed.
 TM_API Status wait_for_stream(int device, void* stream, Deadline deadline);
 

@@ -55,6 +55,13 @@ void wait_for_members(c10d::Store& store, int size, Ms timeout) {
   }
 }
 
+// One that its streams wait for, or the host.
+template <typename... Args>
+c10::intrusive_ptr<CollectiveWork> make_collective_work(const DeviceOpPtr& on, Args&&... args) {
+  if (!on) return c10::make_intrusive<CollectiveWork>(std::forward<Args>(args)...);
+  return c10::make_intrusive<OnStream<CollectiveWork>>(on->context(), on->gate(), std::forward<Args>(args)...);
+}
+
 }  // namespace
 
 MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -107,6 +114,7 @@ MooncakeBackend::~MooncakeBackend() { shutdown(); }
 void MooncakeBackend::shutdown() {
   WithoutGil without_gil;
   group_->leave(Deadline::after_ms(kLeaveMs));
+  pending_messages_->flush();
   executor_.stop();
   finisher_->stop();
 }
@@ -114,13 +122,16 @@ void MooncakeBackend::shutdown() {
 void MooncakeBackend::abort() {
   WithoutGil without_gil;
   group_->abort({Code::cancelled, "the process group was aborted"});
+  pending_messages_->flush();
 }
 
-Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline deadline, std::exception_ptr& raised) {
+Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on,
+                                 std::exception_ptr& raised) {
   TM_TRY(group_->trouble());
   Status status;
   try {
-    status = body(coll::Call{*group_, sequence, deadline, scratch_});
+    const coll::Call call{*group_, sequence, deadline, scratch_};
+    status = on ? on->run(call, body) : body(call);
   } catch (...) {  // torch ran out of memory, say: the other ranks wait in vain for our part
     raised = std::current_exception();
     status = {Code::internal, "an exception on this rank"};
@@ -136,19 +147,21 @@ Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline d
 }
 
 WorkPtr MooncakeBackend::run(Plan plan, Body body) {
+  const DeviceOpPtr on = device_op_of(plan);
   std::unique_lock order(order_mutex_);
   const uint64_t sequence = ++sequence_;
   std::string what =
       std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group_->name_of(rank_);
-  auto work = c10::make_intrusive<CollectiveWork>(group_, plan.type, plan.title, std::move(what), sequence,
-                                                  plan.outputs, plan.inputs);
+  auto work =
+      make_collective_work(on, group_, plan.type, plan.title, std::move(what), sequence, plan.outputs, plan.inputs);
   const Deadline deadline = Deadline::after_ms(timeout_or_default(plan.timeout).count());
-  auto task = [this, work, body = std::move(body), sequence, deadline] {
+  auto task = [this, work, on, body = std::move(body), sequence, deadline] {
     std::exception_ptr raised;
-    const Status status = run_body(body, sequence, deadline, raised);
+    const Status status = run_body(body, sequence, deadline, on.get(), raised);
     raised ? work->end(raised) : work->end(status);
+    if (on) on->gate()->open();  // however it ended
   };
-  if (!executor_.submit(std::move(task), !plan.async, &order)) raise("the process group was shut down");
+  if (!executor_.submit(std::move(task), !plan.async && !on, &order)) raise("the process group was shut down");
   if (order.owns_lock()) order.unlock();
   std::lock_guard lock(coalescing_mutex_);
   if (coalescing_) coalesced_.push_back(work);
@@ -172,16 +185,36 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
     if (!sending) staging = memory;
   }
   auto keep = std::make_shared<at::Tensor>(memory);
+  const DeviceContextPtr on = tensor.is_cuda() ? context_of(tensor.device()) : nullptr;
   const auto type = sending ? c10d::OpType::SEND : (any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV);
   const char* title = sending ? "mooncake:send" : (any ? "mooncake:recvAnySource" : "mooncake:recv");
-  auto work =
-      c10::make_intrusive<MessageWork>(group_, type, title, std::move(what), number, tensor, staging, finisher_);
   const Deadline deadline = Deadline::after_ms(options_->timeout.count());
-  const auto channel = coll::Channel::p2p;
-  const auto wire_tag = static_cast<uint64_t>(tag);
-  work->follow(
-      sending ? group_->send(peer, channel, wire_tag, memory.const_data_ptr(), memory.nbytes(), deadline, keep)
-              : group_->receive(peer, channel, wire_tag, memory.mutable_data_ptr(), memory.nbytes(), deadline, keep));
+  // Messages of CUDA tensors wait for a stream first, and are not overtaken by others: they match only one another.
+  const auto wire_tag = static_cast<uint64_t>(tag) | (on ? uint64_t{1} << 32 : 0);
+  auto post = [=, group = group_] {
+    constexpr auto channel = coll::Channel::p2p;
+    const auto place = on ? coll::Place::cuda : coll::Place::host;
+    return sending
+               ? group->send(peer, channel, wire_tag, memory.const_data_ptr(), memory.nbytes(), deadline, keep, place)
+               : group->receive(peer, channel, wire_tag, memory.mutable_data_ptr(), memory.nbytes(), deadline, keep,
+                                place);
+  };
+  WorkPtr work;
+  if (on) {
+    const auto gate = on->gate(name);
+    auto message = c10::make_intrusive<OnStream<DeviceMessage>>(on, gate, group_, type, title, std::move(what), number,
+                                                                tensor, staging, on, gate, finisher_);
+    pending_messages_->add({sending, peer, tag}, gate, finisher_, [message, gate, post, peer] {
+      const auto before = gate->reached();
+      message->follow(before.is_ok() ? post() : coll::Request::ended_with(peer, before.status()));
+    });
+    work = message;
+  } else {
+    auto message =
+        c10::make_intrusive<MessageWork>(group_, type, title, std::move(what), number, tensor, staging, finisher_);
+    message->follow(post());
+    work = message;
+  }
   std::lock_guard lock(coalescing_mutex_);
   if (coalescing_) coalesced_.push_back(work);
   return work;

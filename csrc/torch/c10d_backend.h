@@ -1,9 +1,9 @@
 // MooncakeBackend: torch.distributed's "mooncake", a c10d::Backend over csrc/collectives.
 //
-// One object serves all tensors of a group. CPU tensors only so far: any other device raises NotImplementedError before
-// anything is sent. Collectives run one after another on the group's executor; sends and receives go their own way, so
-// that a pending isend/irecv never holds up a collective or another message. A synchronous collective with nothing
-// before it runs on the caller's thread. The GIL is never taken.
+// One object serves all tensors of a group, on the CPU and on CUDA devices (c10d_device.h); any other device raises
+// NotImplementedError before anything is sent. Collectives run one after another on the group's executor; sends and
+// receives go their own way, so that a pending isend/irecv never holds up a collective or another message. A
+// synchronous collective with nothing before it runs on the caller's thread. The GIL is never taken.
 //
 // Ownership: works keep their tensors and the group. Threads: every method is safe from any thread; the order of
 // collectives is the order of the calls. Errors: arguments that make no sense raise at the call; what fails later is
@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "collectives/collectives.h"
+#include "torch/c10d_device.h"
 #include "torch/c10d_work.h"
 
 namespace torch_mooncake::dist {
@@ -31,6 +33,9 @@ class MooncakeBackend final : public c10d::Backend {
     std::string host = "127.0.0.1";  // address this rank listens on
     std::string host_id;             // empty: the boot id; equal ids may share memory
     std::vector<std::string> transports = {"local", "shm", "tcp"};
+    std::string cuda = "mooncake";  // who runs dense collectives of CUDA tensors; or "nccl"
+    uint64_t cuda_staged_bytes =
+        256 << 10;  // up to so much, such a collective goes by way of the host; equal on all ranks
   };
 
   // Meets the other ranks through the store (keys under "tm/"), each publishing its address; raises DistStoreError
@@ -91,9 +96,12 @@ class MooncakeBackend final : public c10d::Backend {
     bool async;
     TensorList outputs;
     TensorList inputs;
+    std::optional<c10::Device> device = {};  // without tensors: whose current stream it comes after
   };
   WorkPtr run(Plan plan, Body body);
-  Status run_body(const Body& body, uint64_t sequence, Deadline deadline, std::exception_ptr& raised);
+  Status run_body(const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on, std::exception_ptr& raised);
+  DeviceContextPtr context_of(c10::Device device);
+  DeviceOpPtr device_op_of(const Plan& plan);  // null: it is on the host
   WorkPtr message(bool sending, TensorList& tensors, int peer, int tag);
   WorkPtr joint(std::vector<WorkPtr> works);
   Ms timeout_or_default(Ms timeout) const { return timeout.count() < 0 ? options_->timeout : timeout; }
@@ -106,6 +114,9 @@ class MooncakeBackend final : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> messages_{0};
   coll::Scratch scratch_;  // the executor's
+  std::mutex devices_mutex_;
+  std::map<c10::DeviceIndex, DeviceContextPtr> devices_;
+  const std::shared_ptr<PendingMessages> pending_messages_ = std::make_shared<PendingMessages>();
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;

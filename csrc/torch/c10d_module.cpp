@@ -29,7 +29,9 @@ PYBIND11_MODULE(_c10d, m) {
            py::arg("transports") = std::vector<std::string>{"local", "shm", "tcp"})
       .def_readwrite("host", &MooncakeBackend::Options::host)
       .def_readwrite("host_id", &MooncakeBackend::Options::host_id)
-      .def_readwrite("transports", &MooncakeBackend::Options::transports);
+      .def_readwrite("transports", &MooncakeBackend::Options::transports)
+      .def_readwrite("cuda", &MooncakeBackend::Options::cuda)
+      .def_readwrite("cuda_staged_bytes", &MooncakeBackend::Options::cuda_staged_bytes);
 
   py::class_<MooncakeBackend, c10d::Backend, c10::intrusive_ptr<MooncakeBackend>>(m, "MooncakeBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

@@ -48,7 +48,7 @@ class BaseWork : public c10d::Work {
   std::atomic_flag marked_ = ATOMIC_FLAG_INIT;
 };
 
-class CollectiveWork final : public BaseWork {
+class CollectiveWork : public BaseWork {
  public:
   CollectiveWork(coll::GroupPtr group, c10d::OpType type, const char* title, std::string what, uint64_t seq,
                  TensorList outputs, const TensorList& inputs)

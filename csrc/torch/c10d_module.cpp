@@ -3,7 +3,8 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "torch/c10d_backend.h"
+#include "torch/c10d_nccl.h"
+#include "torch/c10d_tensors.h"
 
 namespace py = pybind11;
 using torch_mooncake::dist::MooncakeBackend;
@@ -41,6 +42,25 @@ PYBIND11_MODULE(_c10d, m) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("options"),
            py::call_guard<py::gil_scoped_release>());
+
+  using torch_mooncake::dist::DenseByNccl;
+  py::class_<DenseByNccl, c10d::Backend, c10::intrusive_ptr<DenseByNccl>>(
+      m, "DenseByNccl", "A MooncakeBackend whose dense collectives of CUDA tensors are a ProcessGroupNCCL's.")
+      .def(py::init([](DenseByNccl::Ptr mooncake, DenseByNccl::Ptr nccl) {
+             return c10::make_intrusive<DenseByNccl>(std::move(mooncake), std::move(nccl));
+           }),
+           py::arg("mooncake"), py::arg("nccl"))
+      .def_property_readonly("mooncake", &DenseByNccl::ours)
+      .def_property_readonly("nccl", &DenseByNccl::nccl);
+
+  m.def(
+      "_reduce_tensors",
+      [](const at::Tensor& out, const std::vector<at::Tensor>& in, const c10d::ReduceOp& op) {
+        using namespace torch_mooncake::dist;
+        reduce_tensors(out, in, dtype_of(out, "reduce"), reduce_op_of(op, out, "reduce"));
+      },
+      py::arg("out"), py::arg("inputs"), py::arg("op"), py::call_guard<py::gil_scoped_release>(),
+      "What CUDA tensors are reduced with, on tensors of any device: for tests.");
 
   m.def(
       "leave_all",

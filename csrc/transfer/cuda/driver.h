@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "common/api.h"
 #include "common/fd.h"
 #include "common/status.h"
 
@@ -34,7 +35,7 @@ struct CudaHandle {
   UniqueFd fd{};
 };
 
-class CudaDriver {
+class TM_API CudaDriver {
  public:
   virtual ~CudaDriver() = default;
   virtual std::string describe() const = 0;  // "libcuda.so.1, CUDA 13.0, 2 devices"

@@ -88,6 +88,7 @@ Status StreamGate::wait(Deadline deadline, const std::function<Status()>& troubl
 void StreamGate::open() {
   std::lock_guard lock(mutex_);
   open_ = true;
+  opened_.notify_all();
   if (flag_) __atomic_store_n(flag_.get(), 1u, __ATOMIC_RELEASE);
 }
 
@@ -106,6 +107,11 @@ Status StreamGate::hold(Stream stream) {
   else
     new std::shared_ptr<uint32_t>(flag_);  // nobody knows when the stream has passed it: it is no other operation's
   return {};
+}
+
+void StreamGate::wait_if_held() {
+  std::unique_lock lock(mutex_);
+  opened_.wait(lock, [&] { return open_ || !flag_; });
 }
 
 Result<void*> make_own_stream(int device) {

@@ -6,6 +6,7 @@
 // hang: the destructor opens, and an operation that fails opens its gate like any other.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -46,6 +47,8 @@ class TM_API StreamGate : public std::enable_shared_from_this<StreamGate> {
   // What is queued on that stream from now on comes after the operation. unsupported: the device has no such waits;
   // then nothing is queued.
   Status hold(Stream stream);
+  // If a stream has to wait: until the operation has ended.
+  void wait_if_held();
 
  private:
   StreamGate(std::shared_ptr<transfer::CudaDriver> driver, transfer::CudaQueue* queue);
@@ -53,6 +56,7 @@ class TM_API StreamGate : public std::enable_shared_from_this<StreamGate> {
   const std::shared_ptr<transfer::CudaDriver> driver_;
   transfer::CudaQueue* const queue_;
   std::mutex mutex_;
+  std::condition_variable opened_;
   void* before_ = nullptr;  // until it was reached, or is the queue's to ask for
   bool reached_ = false;
   Status before_status_;

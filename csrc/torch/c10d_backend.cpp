@@ -113,6 +113,7 @@ MooncakeBackend::~MooncakeBackend() { shutdown(); }
 
 void MooncakeBackend::shutdown() {
   WithoutGil without_gil;
+  settle_devices();
   group_->leave(Deadline::after_ms(kLeaveMs));
   pending_messages_->flush();
   executor_.stop();

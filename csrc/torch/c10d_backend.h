@@ -101,6 +101,7 @@ class MooncakeBackend final : public c10d::Backend {
   WorkPtr run(Plan plan, Body body);
   Status run_body(const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on, std::exception_ptr& raised);
   DeviceContextPtr context_of(c10::Device device);
+  void settle_devices();
   DeviceOpPtr device_op_of(const Plan& plan);  // null: it is on the host
   WorkPtr message(bool sending, TensorList& tensors, int peer, int tag);
   WorkPtr joint(std::vector<WorkPtr> works);

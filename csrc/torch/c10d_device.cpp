@@ -89,7 +89,21 @@ DeviceContext::DeviceContext(c10::Device device)
 coll::StreamGatePtr DeviceContext::gate(const char* op) {
   auto gate = StreamGate::after(device_.index(), current_stream(device_).native_handle());
   if (!gate.is_ok()) raise(op, gate.status());
+  std::lock_guard lock(mutex_);
+  std::erase_if(gates_, [](const auto& one) { return one.expired(); });
+  gates_.push_back(*gate);
   return *gate;
+}
+
+void DeviceContext::settle() {
+  std::vector<std::weak_ptr<StreamGate>> gates;
+  {
+    std::lock_guard lock(mutex_);
+    gates.swap(gates_);
+  }
+  for (const auto& one : gates) {
+    if (auto gate = one.lock()) gate->wait_if_held();
+  }
 }
 
 bool DeviceContext::hold(StreamGate& gate) {
@@ -152,6 +166,15 @@ DeviceContextPtr MooncakeBackend::context_of(c10::Device device) {
   auto& context = devices_[device.index()];
   if (!context) context = std::make_shared<DeviceContext>(device);
   return context;
+}
+
+void MooncakeBackend::settle_devices() {
+  std::map<c10::DeviceIndex, DeviceContextPtr> contexts;
+  {
+    std::lock_guard lock(devices_mutex_);
+    contexts = devices_;
+  }
+  for (const auto& [index, context] : contexts) context->settle();
 }
 
 DeviceOpPtr MooncakeBackend::device_op_of(const Plan& plan) {
@@ -256,6 +279,7 @@ DeviceMessage::DeviceMessage(coll::GroupPtr group, c10d::OpType type, const char
       finisher_(std::move(finisher)) {}
 
 int DeviceMessage::sourceRank() const {
+  const_cast<DeviceMessage*>(this)->BaseWork::wait(kNoTimeout);
   std::lock_guard lock(request_mutex_);
   return request_ ? request_->peer() : -1;
 }

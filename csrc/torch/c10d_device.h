@@ -34,6 +34,8 @@ class DeviceContext {
   const c10::Stream& stream() const { return stream_; }  // the backend's own
   // A gate behind what is queued on the caller's current stream. Raises if there can be none.
   coll::StreamGatePtr gate(const char* op);
+  // Until all operations have ended that a stream was told to wait for: their callers take them for done.
+  void settle();
   // Makes the caller's current stream wait for the gate; false: this device cannot, the host has to.
   bool hold(coll::StreamGate& gate);
   // Completes a future with this value for streams to come: its callbacks run now, ordered after the gate. False: as
@@ -51,6 +53,8 @@ class DeviceContext {
     std::vector<c10::Stream> free;
   };
   const std::shared_ptr<SideStreams> side_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<coll::StreamGate>> gates_;  // of operations under way
   std::shared_ptr<std::byte> pinned_;
   uint64_t pinned_bytes_ = 0;
 };
@@ -141,7 +145,7 @@ class DeviceMessage : public BaseWork {
   DeviceMessage(coll::GroupPtr group, c10d::OpType type, const char* title, std::string what, uint64_t seq,
                 at::Tensor tensor, at::Tensor staging, DeviceContextPtr on, coll::StreamGatePtr gate,
                 std::shared_ptr<Executor> finisher);
-  int sourceRank() const override;
+  int sourceRank() const override;  // waits for the end: nobody knows it before
   // Takes over the request (once).
   void follow(coll::RequestPtr request);
   coll::StreamGate& gate() { return *gate_; }

@@ -210,36 +210,36 @@ PYBIND11_MODULE(fake_cuda, m) {
   c10::SetAllocator(c10::DeviceType::CUDA, &Allocator::instance());
   namespace py = pybind11;
   // Kernels, on the current stream.
-  m.def("to_device", [](const at::Tensor& host) {
-    at::Tensor out = at::empty_strided(host.sizes(), host.strides(), host.options().device(kDevice));
-    return out.copy_(host);
-  });
-  m.def("queue_fill", [](const at::Tensor& tensor, double value, int after_ms) {
-    cuda().queue(handle_of(current), [host = on_host(tensor), tensor, value, after_ms] {
-      usleep(after_ms * 1000);
-      const at::NoGradGuard no_grad;
-      at::Tensor(host).fill_(value);
-    });
-  });
-  m.def("queue_copy", [](const at::Tensor& to, const at::Tensor& from) {
-    cuda().queue(handle_of(current), [to = on_host(to), from = on_host(from), keep = std::pair(to, from)] {
-      const at::NoGradGuard no_grad;
-      at::Tensor(to).copy_(from);
-    });
-  });
+  using Unlocked = py::call_guard<py::gil_scoped_release>;  // streams may need the GIL to let go of a tensor
   m.def(
-      "synchronize", [] { synchronize(handle_of(current)); }, py::call_guard<py::gil_scoped_release>());
-  m.def("idle", [] {
-    void* event = *cuda().record(0, handle_of(current));
-    usleep(2000);
-    const bool reached = *cuda().reached(0, event);
-    cuda().destroy_event(0, event);
-    return reached;
-  });
-  m.def("set_stream", [](int64_t id) { return std::exchange(current, id); });
-  m.def("new_stream", [] { return reinterpret_cast<int64_t>(*cuda().make_stream(0)); });
+      "to_device",
+      [](const at::Tensor& host) {
+        at::Tensor out = at::empty_strided(host.sizes(), host.strides(), host.options().device(kDevice));
+        return out.copy_(host);
+      },
+      Unlocked());
+  m.def(
+      "queue_fill",
+      [](const at::Tensor& tensor, double value, int after_ms) {
+        cuda().queue(handle_of(current), [host = on_host(tensor), tensor, value, after_ms] {
+          usleep(after_ms * 1000);
+          const at::NoGradGuard no_grad;
+          at::Tensor(host).fill_(value);
+        });
+      },
+      Unlocked());
+  m.def(
+      "queue_copy",
+      [](const at::Tensor& to, const at::Tensor& from) {
+        cuda().queue(handle_of(current), [to = on_host(to), from = on_host(from), keep = std::pair(to, from)] {
+          const at::NoGradGuard no_grad;
+          at::Tensor(to).copy_(from);
+        });
+      },
+      Unlocked());
+  m.def(
+      "synchronize", [] { synchronize(handle_of(current)); }, Unlocked());
   m.def("no_flags", [](bool yes) { cuda().no_flags = yes; });
-  m.def("hang", [](bool yes) { cuda().hang = yes; });
   m.def("capture", [](bool yes) { cuda().captures = yes; });
   m.def("mappings_made", [] { return cuda().mappings_made.load(); });
 }

@@ -21,7 +21,7 @@ ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-all test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -76,7 +76,10 @@ endif
 test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_SIZE=2)
 	WORLD_SIZE=$(or $(WORLD_SIZE),2) OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider tests/distributed/torch_suite.py
 
-test-all: test  ## that, and: slow, namespaces, sanitizers, fuzzers, torch's suite at 2, 4, 8, soak, examples (hours)
+test-torch-versions: $(STAMPS)/dev  ## csrc/torch compiles with each torch from 2.11 to 2.15 (fetches 0.5 GiB each)
+	$(PY) -m pytest -q tests/build/test_torch_versions.py
+
+test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, sanitizers, fuzzers, soak, examples (hours)
 	$(PY) tests/everything.py
 
 test-gpu: export TM_CUDA = 1

@@ -39,9 +39,6 @@ class Step:
 def steps() -> list[Step]:
     root = os.geteuid() == 0 and shutil.which("ip") is not None
     clang = shutil.which("clang++-14") is not None
-    worlds = [
-        Step(f"torch suite, world {n}", ["make", "test-torch-suite", f"WORLD_SIZE={n}"], minutes=20) for n in (2, 4, 8)
-    ]
     return [
         Step(  # some take minutes, and a traceback of running threads may crash the process
             "slow tests",
@@ -57,7 +54,7 @@ def steps() -> list[Step]:
         Step("ASan and UBSan", ["make", "sanitize", "SANITIZE=address,undefined"], minutes=120),
         Step("TSan", ["make", "sanitize", "SANITIZE=thread"], minutes=120),
         Step("fuzzers", ["make", "fuzz"], {"FUZZ_SECONDS": "60"}, without="" if clang else "needs clang-14"),
-        *worlds,
+        Step("torch 2.11 to 2.15", ["make", "test-torch-versions"], minutes=40),
         Step("soak, 5 minutes", [PYTHON, "tests/soak.py", "--minutes", "5"], minutes=10),
         Step("example: DDP", [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "examples/ddp_train.py"]),
         Step("example: PD disaggregation", ["make", "demo"]),

@@ -54,7 +54,9 @@ def run_world(
     limit_s: float = 150,
 ) -> dict[int, Any]:
     """Runs fn(rank, world, *args) on every rank and returns {rank: result}. Ranks in `expect_dead` kill themselves."""
-    context = mp.get_context("spawn")
+    # Forked from a server that has torch loaded and runs nothing: as clean as spawned ones, and there in no time.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch_mooncake.distributed"])
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")

@@ -17,6 +17,7 @@ import atexit
 import datetime
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 BACKEND = "mooncake"
@@ -90,12 +91,15 @@ def MooncakeBackendOptions(
     transports: tuple[str, ...] = ("local", "shm", "tcp"),
     cuda: str = "mooncake",
     cuda_staged_bytes: int = 256 << 10,
+    heartbeat_s: float = 0.5,
+    heartbeat_timeout_s: float = 5.0,
 ) -> Any:
     """Options for `init_process_group("mooncake", pg_options=…)`.
 
     timeout: of every operation (default: the group's). host: address to listen on (default: `listen_host()`).
     host_id: ranks with equal ids may share memory (default: TM_HOST_ID, else the boot id). transports: what may carry
-    bytes, in order of preference.
+    bytes, in order of preference. heartbeat_s, heartbeat_timeout_s: how often native threads tell the other ranks that
+    this process lives, and the silence after which a rank is lost; those of the process' first group count.
     cuda: who runs collectives of CUDA tensors: "mooncake", or "nccl" for those that are dense and contiguous, of types
     and operations that NCCL knows (torch must have been built with it; messages stay with mooncake).
     cuda_staged_bytes: collectives of CUDA tensors of up to so many bytes in all go through memory of the host, larger
@@ -106,7 +110,13 @@ def MooncakeBackendOptions(
         raise ValueError(f"cuda must be 'mooncake' or 'nccl', not {cuda!r}")
     if cuda == "nccl":
         _check_nccl()
-    options = _c10d.MooncakeBackendOptions(host=host, host_id=host_id, transports=list(transports))
+    options = _c10d.MooncakeBackendOptions(
+        host=host,
+        host_id=host_id,
+        transports=list(transports),
+        heartbeat=datetime.timedelta(seconds=heartbeat_s),
+        heartbeat_timeout=datetime.timedelta(seconds=heartbeat_timeout_s),
+    )
     options.cuda = cuda
     options.cuda_staged_bytes = cuda_staged_bytes
     if timeout is not None:
@@ -164,6 +174,106 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
     if options.cuda == "nccl":
         return _with_nccl(_c10d, backend, backend_options, options)
     return backend
+
+
+# ---- ranks that come and go
+
+
+def _backend(group: Any = None) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    while not isinstance(backend, _load().MooncakeBackend) and hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    if not isinstance(backend, _load().MooncakeBackend):
+        raise TypeError(f"the group's backend is {backend.name()!r}, not {BACKEND!r}")
+    return backend
+
+
+def _milliseconds(timeout_s: float | None) -> datetime.timedelta:
+    return datetime.timedelta(milliseconds=-1 if timeout_s is None else max(0.0, timeout_s * 1000))
+
+
+def active_ranks(group: Any = None) -> list[int]:
+    """The group's ranks that take part in its collectives; all of them until deactivate_ranks() was called."""
+    return _backend(group).active_ranks()
+
+
+def deactivate_ranks(
+    ranks: Sequence[int] = (), group: Any = None, *, at_least: int = 1, timeout_s: float | None = None
+) -> list[int]:
+    """Goes on without ranks that were lost: called by every survivor, after its collective raised.
+
+    Left out are `ranks` and all ranks that any survivor knows as lost. The others keep their numbers, and the world
+    its size: lists of tensors still have an item for every rank (an inactive one's is neither read nor written), AVG
+    divides by the number of active ones. Pending messages fail. Other groups with a lost rank need a call of their own.
+
+    at_least: how many must be left, else DistBackendError and nothing has changed; more than half of the ranks rules
+    out that both sides of a cut network go on. timeout_s: for the agreement (default: the group's timeout).
+    Returns the active ranks. Raises DistBackendError naming who did not agree in time, or saying that the others went
+    on without this rank.
+    """
+    return _backend(group).reseat(list(ranks), [], at_least, _milliseconds(timeout_s))
+
+
+def activate_ranks(ranks: Sequence[int], group: Any = None, *, timeout_s: float | None = None) -> list[int]:
+    """Waits for replacements of these ranks (they call join()) and lets them in: called by every active rank.
+
+    Ranks that were lost meanwhile are left out, as by deactivate_ranks(). Returns the active ranks. Raises
+    DistBackendError naming whose replacement did not come within timeout_s (default: the group's timeout).
+    """
+    return _backend(group).reseat([], list(ranks), 1, _milliseconds(timeout_s))
+
+
+def waiting_ranks(group: Any = None) -> list[int]:
+    """The ranks for which a replacement has asked to join, as far as this rank knows: others may know of more."""
+    return _backend(group).waiting_ranks()
+
+
+def contact(group: Any = None) -> str:
+    """What a replacement needs to join(): a secret token, the addresses of all active ranks, the group's id.
+
+    It stays good as long as one of those ranks lives: keep it outside of the processes (a file, a job's environment).
+    """
+    return _backend(group).contact()
+
+
+def join(
+    contact: str, rank: int, world_size: int, *, timeout_s: float = 300.0, pg_options: Any = None, **kwargs: Any
+) -> None:
+    """Makes the default process group of a process that replaces a lost rank of a running one.
+
+    Instead of init_process_group(). No store is used: the other ranks are asked at the addresses in `contact`, of
+    which one that lives is enough. Returns when they have let this one in (activate_ranks()). Afterwards collectives
+    run as on all other ranks; new_group() needs a store that all share, so make sub-groups with split_group().
+
+    contact: what contact() said on any rank. kwargs: for init_process_group (device_id, …). Raises DistBackendError
+    when nobody lets it in within timeout_s, ValueError for a contact that is none.
+    """
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    options = pg_options or MooncakeBackendOptions(timeout)
+    options.join = contact
+    dist.init_process_group(
+        BACKEND,
+        store=dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        pg_options=options,
+        **kwargs,
+    )
+
+
+def monitored_barrier(group: Any = None, timeout_s: float | None = None, wait_all_ranks: bool = False) -> None:
+    """A barrier whose error names every rank that did not come, as torch.distributed.monitored_barrier.
+
+    torch's own function refuses every backend that is not called gloo; this one is for groups of "mooncake".
+    timeout_s: default the group's. wait_all_ranks: as torch has it; all absent ranks are named either way.
+    """
+    _backend(group).monitored_barrier(_milliseconds(timeout_s), wait_all_ranks)
 
 
 def register() -> None:

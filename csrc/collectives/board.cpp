@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <thread>
 
 #include "collectives/exchange.h"
@@ -34,13 +35,6 @@ long futex(const std::atomic<uint32_t>& word, int op, uint32_t value, const time
   return ::syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), op, value, timeout, nullptr, 0);
 }
 
-const char* name_of(Board::Kind kind) {
-  static constexpr const char* kNames[] = {"barrier",        "broadcast", "all_reduce", "reduce",     "all_gather",
-                                           "reduce_scatter", "gather",    "scatter",    "all_to_all", "a collective"};
-  const auto i = static_cast<size_t>(kind);
-  return i < std::size(kNames) ? kNames[i] : "something else";
-}
-
 }  // namespace
 
 // What others write is looked at once and taken for a number, whatever it is.
@@ -57,9 +51,12 @@ struct Board::Slot {
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-Board::Board(Group& group, int which) : group_(group), which_(which), pid_(process_id()), seen_(group.size()) {}
+Board::Board(Group& group, const Team& team, int which)
+    : group_(group), team_(team), which_(which), pid_(process_id()), seen_(team.size()) {}
 
 uint64_t Board::segment_bytes() const { return sizeof(Head) + kSlots * Slot::stride(slot_bytes()); }
+
+const char* Board::state() const { return !opened_ ? "not used yet" : usable_ ? "board" : "messages"; }
 
 Board::Head& Board::head(int rank) const { return *reinterpret_cast<Head*>(seen_[rank].map->data); }
 
@@ -68,6 +65,9 @@ Board::Slot& Board::slot(int rank, uint32_t turn) const {
 }
 
 void Board::arrived(int rank, const Id128& segment, UniqueFd fd) {
+  const auto found = std::find(team_.ranks.begin(), team_.ranks.end(), rank);
+  if (found == team_.ranks.end()) return;
+  const auto number = static_cast<size_t>(found - team_.ranks.begin());
   MappingPtr map;
   if (fd.valid()) {
     auto adopted = Segment::adopt(std::move(fd), segment);
@@ -77,13 +77,13 @@ void Board::arrived(int rank, const Id128& segment, UniqueFd fd) {
     }
   }
   std::lock_guard lock(mutex_);
-  if (seen_[rank].came) return;
-  seen_[rank] = {true, std::move(map)};
+  if (seen_[number].came) return;
+  seen_[number] = {true, std::move(map)};
   came_.notify_all();
 }
 
 Status Board::offer(const Call& call, int rank, const Segment* segment) {
-  TM_ASSIGN(const rpc::SessionPtr session, group_.session_with(rank, call.deadline));
+  TM_ASSIGN(const rpc::SessionPtr session, group_.session_with(team_.ranks[rank], call.deadline));
   std::vector<UniqueFd> fds;
   if (segment && session->over_unix()) {
     UniqueFd copy(::fcntl(segment->fd(), F_DUPFD_CLOEXEC, 0));
@@ -94,7 +94,7 @@ Status Board::offer(const Call& call, int rank, const Segment* segment) {
       .put(static_cast<uint32_t>(group_.rank()))
       .put(static_cast<uint8_t>(which_))
       .put(segment ? segment->id() : Id128{});
-  auto answered = [group = group_.weak_from_this(), rank](const Result<rpc::Message>& answer) {
+  auto answered = [group = group_.weak_from_this(), rank = team_.ranks[rank]](const Result<rpc::Message>& answer) {
     // It left before it knew of us, and so has not told us.
     if (auto g = group.lock(); g && answer.status().code() == Code::closed) g->on_leave(static_cast<uint32_t>(rank));
   };
@@ -104,7 +104,7 @@ Status Board::offer(const Call& call, int rank, const Segment* segment) {
 
 Status Board::open(const Call& call) {
   if (opened_) return {};
-  const int n = group_.size(), me = group_.rank();
+  const int n = team_.size(), me = team_.me;
   auto segment = Segment::create("torch-mooncake board", segment_bytes(), segment_bytes());
   auto map = segment.is_ok() ? (*segment)->map(Protection::read_write) : Result<MappingPtr>(segment.status());
   if (map.is_ok()) {
@@ -124,7 +124,7 @@ Status Board::open(const Call& call) {
       came_.wait_for(lock, std::chrono::nanoseconds(kSleepNs));
       if (seen_[rank].came) break;
       lock.unlock();
-      status = group_.trouble_with(rank);
+      status = group_.trouble_with(team_.ranks[rank]);
       if (status.is_ok() && call.deadline.expired()) status = late();
       lock.lock();
     }
@@ -148,16 +148,16 @@ std::vector<int> Board::missing() const {
   std::vector<int> out;
   {
     std::lock_guard lock(mutex_);
-    for (int rank = 0; rank < group_.size() && opens_; ++rank)
-      if (!seen_[rank].came && rank != group_.rank()) out.push_back(rank);
+    for (int rank = 0; rank < team_.size() && opens_; ++rank)
+      if (!seen_[rank].came && rank != team_.me) out.push_back(team_.ranks[rank]);
     if (opens_) return out;
   }
   if (!waits_.load(std::memory_order_acquire)) return out;
   const uint32_t turn = turn_.load(std::memory_order_relaxed);
-  for (int rank = 0; rank < group_.size(); ++rank)
+  for (int rank = 0; rank < team_.size(); ++rank)
     if (is_before(head(rank).posted.load(std::memory_order_relaxed), turn) ||
         is_before(head(rank).done.load(std::memory_order_relaxed), turn - kSlots))
-      out.push_back(rank);
+      out.push_back(team_.ranks[rank]);
   std::erase(out, group_.rank());
   return out;
 }
@@ -166,7 +166,7 @@ Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& coun
   auto is_there = [&] { return !is_before(counter.load(std::memory_order_acquire), at_least); };
   if (is_there()) return {};
   static const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-  const bool crowded = cores < group_.size();
+  const bool crowded = cores < team_.size();
   const int64_t begin = steady_ns();
   for (int64_t now = begin; now < begin + kSpinNs; now = steady_ns()) {
     // The one that is waited for may be where this thread runs, however many cores there are.
@@ -177,7 +177,7 @@ Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& coun
     }
   }
   waits_.store(true, std::memory_order_release);
-  auto& sleeps = head(group_.rank()).sleeps;
+  auto& sleeps = head(team_.me).sleeps;
   Status status;
   while (status.is_ok()) {
     sleeps.store(1, std::memory_order_seq_cst);
@@ -187,7 +187,7 @@ Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& coun
     const timespec timeout{0, static_cast<long>(std::max<int64_t>(left, 1))};
     (void)futex(counter, FUTEX_WAIT, now, &timeout);  // whatever it says, it is looked again
     if (is_there()) break;
-    status = group_.trouble_with(rank);
+    status = group_.trouble_with(team_.ranks[rank]);
     if (status.is_ok() && call.deadline.expired()) status = late();
     if (is_there()) status = {};  // it came, and left since
   }
@@ -198,15 +198,15 @@ Status Board::wait(const Call& call, int rank, const std::atomic<uint32_t>& coun
 
 void Board::raise(std::atomic<uint32_t>& counter, uint32_t to) {
   counter.store(to, std::memory_order_seq_cst);
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    if (rank == group_.rank() || head(rank).sleeps.load(std::memory_order_seq_cst) == 0) continue;
+  for (int rank = 0; rank < team_.size(); ++rank) {
+    if (rank == team_.me || head(rank).sleeps.load(std::memory_order_seq_cst) == 0) continue;
     (void)futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
     return;
   }
 }
 
 Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t agreed) {
-  Board* board = call_.group.board(which_);
+  Board* board = call_.board(which_);
   if (board == nullptr) return {};
   TM_TRY(board->check_alive());
   TM_TRY(board->open(call_));
@@ -215,10 +215,10 @@ Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t ag
   kind_ = kind;
   turn_ = board->turn_.load(std::memory_order_relaxed) + 1;
   board->turn_.store(turn_, std::memory_order_relaxed);
-  for (int rank = 0; rank < call_.group.size(); ++rank)
-    if (rank != call_.group.rank()) TM_TRY(board->wait(call_, rank, board->head(rank).done, turn_ - kSlots));
-  on_board_ = most <= board->slot_bytes();
-  Board::Slot& slot = board->slot(call_.group.rank(), turn_);
+  for (int rank = 0; rank < call_.size(); ++rank)
+    if (rank != call_.rank()) TM_TRY(board->wait(call_, rank, board->head(rank).done, turn_ - kSlots));
+  on_board_ = most <= board->slot_bytes() && !call_.rule(kind).flat;
+  Board::Slot& slot = board->slot(call_.rank(), turn_);
   slot.kind = static_cast<uint32_t>(kind);
   slot.seq = call_.seq;
   slot.nbytes = nbytes;
@@ -229,12 +229,18 @@ Status Turn::begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t ag
 }
 
 Turn::~Turn() {
-  if (board_) board_->raise(board_->head(call_.group.rank()).done, turn_);
+  if (board_) board_->raise(board_->head(call_.rank()).done, turn_);
 }
 
-std::byte* Turn::mine() { return board_->slot(call_.group.rank(), turn_).data; }
+std::byte* Turn::mine() { return board_->slot(call_.rank(), turn_).data; }
 
-void Turn::post() { board_->raise(board_->head(call_.group.rank()).posted, turn_); }
+void Turn::put(uint64_t at, const void* data, uint64_t nbytes) {
+  if (nbytes == 0) return;
+  std::memcpy(mine() + at, data, nbytes);
+  call_.group.traffic().shown += nbytes;
+}
+
+void Turn::post() { board_->raise(board_->head(call_.rank()).posted, turn_); }
 
 Result<const std::byte*> Turn::theirs(int rank, uint64_t nbytes) {
   TM_TRY(board_->wait(call_, rank, board_->head(rank).posted, turn_));
@@ -243,23 +249,23 @@ Result<const std::byte*> Turn::theirs(int rank, uint64_t nbytes) {
   if (slot.kind == static_cast<uint32_t>(kind_) && shown == nbytes && slot.seq == call_.seq &&
       (slot.most != most_ || slot.agreed != agreed_))
     return {Code::layout_mismatch,
-            call_.group.name_of(rank) + " has other sizes in " + name_of(kind_) + " than this rank"};
+            call_.name_of(rank) + " has other sizes in " + coll::name_of(kind_) + " than this rank"};
   if (slot.kind != static_cast<uint32_t>(kind_) || shown != nbytes || slot.seq != call_.seq)
-    return {Code::layout_mismatch, call_.group.name_of(rank) + " is in " +
-                                       name_of(static_cast<Board::Kind>(slot.kind)) + " with " + std::to_string(shown) +
-                                       " bytes, where " + name_of(kind_) + " with " + std::to_string(nbytes) +
-                                       " is expected"};
+    return {Code::layout_mismatch, call_.name_of(rank) + " is in " +
+                                       coll::name_of(static_cast<Board::Kind>(slot.kind)) + " with " +
+                                       std::to_string(shown) + " bytes, where " + coll::name_of(kind_) + " with " +
+                                       std::to_string(nbytes) + " is expected"};
   return slot.data;
 }
 
 Status Turn::meet(uint64_t nbytes) {
-  for (int rank = 0; rank < call_.group.size() && board_; ++rank)
-    if (rank != call_.group.rank()) TM_TRY(theirs(rank, nbytes).status());
+  for (int rank = 0; rank < call_.size() && board_; ++rank)
+    if (rank != call_.rank()) TM_TRY(theirs(rank, nbytes).status());
   return {};
 }
 
 Status Turn::meet_at(int root, uint64_t root_nbytes, uint64_t leaf_nbytes) {
-  if (call_.group.rank() == root) return meet(leaf_nbytes);
+  if (call_.rank() == root) return meet(leaf_nbytes);
   return board_ ? theirs(root, root_nbytes).status() : Status();
 }
 
@@ -268,12 +274,12 @@ Status Board::check_alive() const {
   return group_.trouble();
 }
 
-Result<bool> has_large_board(const Call& call) {
-  Board* board = call.group.board(Board::kLarge);
-  if (board == nullptr) return false;
+Result<bool> has_large_board(const Call& call, Board::Kind kind) {
+  Board* board = call.board(Board::kLarge);
+  if (board == nullptr || call.rule(kind).flat) return false;
   TM_TRY(board->check_alive());
   TM_TRY(board->open(call));
-  return board->usable_;
+  return board->usable_.load();
 }
 
 }  // namespace torch_mooncake::coll

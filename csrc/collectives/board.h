@@ -21,7 +21,9 @@
 #include <mutex>
 #include <vector>
 
+#include "collectives/choice.h"
 #include "collectives/collectives.h"
+#include "collectives/topology.h"
 #include "common/fd.h"
 #include "memory/segment.h"
 
@@ -29,31 +31,23 @@ namespace torch_mooncake::coll {
 
 class Board {
  public:
-  enum class Kind : uint32_t {
-    barrier,
-    broadcast,
-    all_reduce,
-    reduce,
-    all_gather,
-    reduce_scatter,
-    gather,
-    scatter,
-    all_to_all,
-    other
-  };
+  using Kind = Collective;
   static constexpr int kSmall = 0, kLarge = 1;
   static constexpr uint64_t kSlotBytes[] = {16 << 10, 256 << 10};
 
-  Board(Group& group, int which);
+  // Among the ranks of one host, which outlive it as part of the group.
+  Board(Group& group, const Team& team, int which);
   uint64_t slot_bytes() const { return kSlotBytes[which_]; }
-  // Another rank's segment, or an invalid fd: it cannot give one. (I/O thread.)
+  // "board", "messages" (not all can see all), or "not used yet".
+  const char* state() const;
+  // The segment of another rank of the group, or an invalid fd: it cannot give one. (I/O thread.)
   void arrived(int rank, const Id128& segment, UniqueFd fd);
-  // The ranks that have not come to the collective under way, if this one waits for any of them.
+  // The ranks (of the group) that have not come to the collective under way, if this one waits for any of them.
   std::vector<int> missing() const;
 
  private:
   friend class Turn;
-  friend Result<bool> has_large_board(const Call& call);
+  friend Result<bool> has_large_board(const Call& call, Kind kind);
   struct Head;
   struct Slot;
   uint64_t segment_bytes() const;
@@ -68,9 +62,10 @@ class Board {
   Slot& slot(int rank, uint32_t turn) const;
 
   Group& group_;
+  const Team& team_;
   const int which_;
   const int pid_;
-  bool opened_ = false, usable_ = false;
+  std::atomic<bool> opened_{false}, usable_{false};
   std::atomic<uint32_t> turn_{0};  // collectives so far; wraps around
   std::atomic<bool> waits_{false};
   bool opens_ = false;  // under mutex_
@@ -80,7 +75,7 @@ class Board {
     bool came = false;
     MappingPtr map;  // null: it gave none, or one that is no board
   };
-  std::vector<Seen> seen_;  // by rank, ours too
+  std::vector<Seen> seen_;  // by number in the team, ours too
 };
 
 // One collective, or one piece of one on the large board: begin(); if it is on the board, fill mine(), post(), and read
@@ -95,9 +90,11 @@ class Turn {
   // `nbytes`: what this rank shows; `most`: the most that any rank shows, which all of them know; `agreed`: what else
   // they must agree about (a hash of sizes). Waits until the slot can be used.
   Status begin(Board::Kind kind, uint64_t nbytes, uint64_t most, uint64_t agreed = 0);
-  // false: `most` does not fit a slot, or there is no board.
+  // false: `most` does not fit a slot, there is no board, or messages were asked for.
   bool on_board() const { return on_board_; }
   std::byte* mine();  // 64-byte aligned
+  // Copies into mine(), and counts it as traffic.
+  void put(uint64_t at, const void* data, uint64_t nbytes);
   void post();
   // What that rank shows. layout_mismatch if it is in another collective, or shows another number of bytes.
   Result<const std::byte*> theirs(int rank, uint64_t nbytes);
@@ -134,6 +131,6 @@ inline uint64_t room_of_piece(int n) {
 inline uint64_t place_of(int of, int to) { return static_cast<uint64_t>(to < of ? to : to - 1); }
 
 // Whether much data can go over the large board: what all ranks know.
-Result<bool> has_large_board(const Call& call);
+Result<bool> has_large_board(const Call& call, Board::Kind kind);
 
 }  // namespace torch_mooncake::coll

@@ -19,6 +19,7 @@
 #include <memory>
 #include <span>
 
+#include "collectives/choice.h"
 #include "collectives/dtype.h"
 #include "collectives/group.h"
 #include "common/api.h"
@@ -31,6 +32,8 @@ namespace torch_mooncake::coll {
 class TM_API Scratch {
  public:
   std::byte* get(uint64_t nbytes);  // contents undefined, 64-byte aligned
+  // Another one, for what a collective calls while it uses this one.
+  Scratch& inner();
   // Gives back what a large call needed.
   void trim();
 
@@ -40,17 +43,34 @@ class TM_API Scratch {
   };
   std::unique_ptr<std::byte[], Free> data_;
   uint64_t capacity_ = 0;
+  std::unique_ptr<Scratch> inner_;
 };
 
 class Device;
 
-struct Call {
+struct TM_API Call {
   Group& group;
   uint64_t seq;  // equal on all ranks: what keeps messages of different calls apart
   Deadline deadline;
   Scratch& scratch;
-  // Whose memory the pointers of the collective are (device.h); null: the host's.
+  const Team* team = nullptr;  // who takes part; null: all ranks of the group
+  // Whose memory the pointers of the collective are (device.h); null: the host's. Of all ranks, not of a team.
   Device* device = nullptr;
+
+  // Members of the team are numbered from 0.
+  int size() const { return team ? team->size() : group.size(); }
+  int rank() const { return team ? team->me : group.rank(); }
+  int member(int number) const { return team ? team->ranks[number] : number; }  // its rank in the group
+  std::string name_of(int number) const { return group.name_of(member(number)); }
+  Layout layout() const;
+  // What to use instead of the table; never anything within the hosts of a group that has several.
+  const Algorithms::Rule& rule(Collective collective) const;
+  Choice choose(Collective collective, uint64_t nbytes) const {
+    return coll::choose(collective, layout(), nbytes, rule(collective));
+  }
+  Board* board(int which) const;  // null: they are on several hosts, or are alone
+  // A step among some of the ranks, of which this one is one.
+  Call among(const Team& some) const { return {group, seq, deadline, scratch.inner(), &some}; }
 };
 
 struct Piece {

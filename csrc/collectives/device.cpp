@@ -87,7 +87,7 @@ Part part_of(uint64_t count, int i, int n, uint64_t item) {
 // null puts behind them in the scratch memory. Returns where that is; it is there.
 Result<void*> collect(const Call& call, std::span<const ConstPiece> to_ranks, void* out, uint64_t count, DType dtype,
                       ReduceOp op) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   const uint64_t nbytes = count * item_bytes(dtype), stride = line_up(nbytes);
   std::byte* scratch = nullptr;
   if (nbytes > 0) {
@@ -116,7 +116,7 @@ Result<void*> collect(const Call& call, std::span<const ConstPiece> to_ranks, vo
 
 // Round by round: every rank reduces its slice, then hands it to those who want it: the root, or all (-1).
 Status reduce_rounds(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   const bool wants = root < 0 || rank == root;
   const uint64_t item = item_bytes(dtype), step = kSliceBytes / item * static_cast<uint64_t>(n);
   for (uint64_t begin = 0; begin < count; begin += step) {
@@ -147,7 +147,7 @@ Status reduce_rounds(const Call& call, void* data, uint64_t count, DType dtype, 
 }  // namespace
 
 Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   if (n == 1) return {};
   if (nbytes <= call.device->staged_bytes()) {
     Staged staged(call);
@@ -174,7 +174,7 @@ Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
 }
 
 Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op) {
-  if (call.group.size() == 1) return {};
+  if (call.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   if (nbytes <= call.device->staged_bytes()) {
     Staged staged(call);
@@ -191,11 +191,11 @@ Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, Red
 }
 
 Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root) {
-  if (call.group.size() == 1) return {};
+  if (call.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   if (nbytes <= call.device->staged_bytes()) {
     Staged staged(call);
-    staged.add(data, nbytes, true, call.group.rank() == root);
+    staged.add(data, nbytes, true, call.rank() == root);
     TM_TRY(staged.load());
     TM_TRY(coll::reduce(on_host(call), staged[0], count, dtype, op, root));
     return staged.store();
@@ -208,7 +208,7 @@ Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceO
 }
 
 Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   uint64_t total = 0;
   Agreed sizes;
   for (const Piece& piece : out) {
@@ -240,7 +240,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
 }
 
 Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece out, DType dtype, ReduceOp op) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   uint64_t total = 0, longest = 0;
   Agreed sizes;
   for (const ConstPiece& piece : in) {
@@ -276,7 +276,7 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
 }
 
 Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void* const> out, int root) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   const bool is_root = rank == root;
   if (nbytes * static_cast<uint64_t>(n) <= call.device->staged_bytes()) {
     Staged staged(call);
@@ -301,7 +301,7 @@ Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void*
 }
 
 Status scatter(const Call& call, std::span<const void* const> in, void* out, uint64_t nbytes, int root) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   const bool is_root = rank == root;
   if (nbytes * static_cast<uint64_t>(n) <= call.device->staged_bytes()) {
     Staged staged(call);
@@ -327,7 +327,7 @@ Status scatter(const Call& call, std::span<const void* const> in, void* out, uin
 
 // A rank knows its own sizes only: all tell each other how much they move, to agree whether that is little.
 Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<const Piece> out) {
-  const int n = call.group.size(), rank = call.group.rank();
+  const int n = call.size(), rank = call.rank();
   uint64_t total = 0;
   for (const ConstPiece& piece : in) total += piece.nbytes;
   for (const Piece& piece : out) total += piece.nbytes;

@@ -13,18 +13,27 @@ Exchange::~Exchange() {
   if (!requests_.empty()) call_back({Code::cancelled, "an earlier step of the collective failed"});
 }
 
-void Exchange::send(int to, const void* data, uint64_t nbytes) {
-  requests_.push_back(call_.group.send(to, Channel::collective, call_.seq, data, nbytes, call_.deadline, keep_of(call_),
-                                       place_of(call_)));
+RequestPtr Exchange::send(int to, const void* data, uint64_t nbytes) {
+  return requests_.emplace_back(call_.group.send(call_.member(to), Channel::collective, call_.seq, data, nbytes,
+                                                 call_.deadline, keep_of(call_), place_of(call_)));
 }
 
-void Exchange::receive(int from, void* data, uint64_t nbytes) {
-  requests_.push_back(call_.group.receive(from, Channel::collective, call_.seq, data, nbytes, call_.deadline,
-                                          keep_of(call_), place_of(call_)));
+RequestPtr Exchange::receive(int from, void* data, uint64_t nbytes) {
+  return requests_.emplace_back(call_.group.receive(call_.member(from), Channel::collective, call_.seq, data, nbytes,
+                                                    call_.deadline, keep_of(call_), place_of(call_)));
+}
+
+Status Exchange::wait_for(std::span<const RequestPtr> some) {
+  Status status = wait_first(requests_, some, call_.deadline);
+  if (!status.is_ok()) call_back(status);
+  std::erase_if(requests_, [](const RequestPtr& request) { return request->ended() && request->status().is_ok(); });
+  return status;
 }
 
 Status Exchange::wait() {
   Status status = wait_all(requests_, call_.deadline);
+  if (status.code() == Code::deadline_exceeded)
+    status = {status.code(), "timed out waiting for " + call_.group.awaited()};
   if (!status.is_ok()) call_back(status);
   requests_.clear();
   return status;

@@ -1,5 +1,5 @@
-// Exchange: the messages of one step of a collective, started together and awaited together. If one fails, the others
-// are called back and their buffers are at rest before wait() returns.
+// Exchange: messages of a collective, started together and awaited together, or some of them first while the others go
+// on. If one fails, the others are called back and their buffers are at rest before the wait returns.
 #pragma once
 
 #include <vector>
@@ -15,9 +15,12 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
   ~Exchange();  // calls back what was not awaited
 
-  void send(int to, const void* data, uint64_t nbytes);
-  void receive(int from, void* data, uint64_t nbytes);
+  // To and from members of the call's team. Between two of them messages arrive in the order they were sent.
+  RequestPtr send(int to, const void* data, uint64_t nbytes);
+  RequestPtr receive(int from, void* data, uint64_t nbytes);
   Status wait();
+  Status wait_for(std::span<const RequestPtr> some);  // of this exchange's
+  Status wait_for(const RequestPtr& one) { return wait_for({&one, 1}); }
 
   static Status send_receive(const Call& call, int to, ConstPiece out, int from, Piece in);
 

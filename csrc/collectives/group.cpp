@@ -10,10 +10,10 @@
 namespace torch_mooncake::coll {
 namespace {
 Deadline soon() { return Deadline::after_ms(250); }
-// Messages are posted without the link's lock: a write that fails may report the session's end on this thread.
-rpc::SessionPtr session_of(Link& link) {
-  std::lock_guard lock(link.mutex);
-  return link.session;
+std::vector<std::string> hosts_of(const std::vector<Member>& members) {
+  std::vector<std::string> out;
+  for (const auto& member : members) out.push_back(member.host_id);
+  return out;
 }
 Result<RegionPtr> registered_at(Engine& engine, Place place, void* data, uint64_t nbytes, RegionOptions options) {
   return place == Place::cuda ? engine.register_cuda(data, nbytes, std::move(options))
@@ -35,22 +35,44 @@ Result<GroupPtr> Group::join(HubPtr hub, GroupOptions options) {
 }
 
 Group::Group(HubPtr hub, GroupOptions options)
-    : hub_(std::move(hub)), options_(std::move(options)), gone_(options_.members.size()) {
-  for (const auto& member : options_.members) single_host_ &= member.host_id == hub_->self().host_id;
-  for (int which = 0; which < 2 && single_host_ && size() > 1; ++which)
-    boards_[which] = std::make_unique<Board>(*this, which);
+    : hub_(std::move(hub)),
+      options_(std::move(options)),
+      topology_(hosts_of(options_.members), options_.rank),
+      gone_(options_.members.size()) {
+  for (int which = 0; which < 2 && topology_.host().size() > 1; ++which)
+    boards_[which] = std::make_unique<Board>(*this, topology_.host(), which);
 }
 
 Group::~Group() = default;  // the hub holds it until leave()
 
 std::string Group::name_of(int rank) const {
   if (rank < 0) return "any rank";
-  std::string name = "rank " + std::to_string(rank);
+  std::string name = "rank " + std::to_string(seat_of(rank));
   const auto& global = options_.global_ranks;
-  if (rank < static_cast<int>(global.size()) && global[rank] != rank) {
+  if (rank < static_cast<int>(global.size()) && global[rank] != seat_of(rank)) {
     name += " (global rank " + std::to_string(global[rank]) + ")";
   }
   return name;
+}
+
+int Group::rank_in(int seat) const {
+  if (options_.seats.empty()) return seat;
+  const auto it = std::ranges::lower_bound(options_.seats, seat);
+  return it != options_.seats.end() && *it == seat ? static_cast<int>(it - options_.seats.begin()) : -1;
+}
+
+std::vector<int> Group::gone_seats() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> out;
+  for (int rank = 0; rank < size(); ++rank)
+    if (!gone_[rank].is_ok()) out.push_back(seat_of(rank));
+  return out;
+}
+
+void Group::lose_seat(int seat, const Status& why) {
+  const int rank = rank_in(seat);
+  if (rank >= 0 && rank < size())
+    rank_gone(rank, {Code::peer_lost, name_of(rank) + " was lost: " + why.message()}, true);
 }
 
 Status Group::refusal(int peer, Channel channel) const {
@@ -115,7 +137,7 @@ void Group::arm_timer(const RequestPtr& request, Channel channel, Deadline deadl
 Result<rpc::SessionPtr> Group::session_with(int rank, Deadline deadline) {
   TM_TRY(trouble_with(rank));
   auto link = hub_->link(options_.members[rank], deadline);
-  if (link.is_ok()) return session_of(**link);
+  if (link.is_ok()) return (*link)->current();
   Status why(link.status().code(), name_of(rank) + ": " + link.status().message());
   if (why.code() == Code::peer_lost) rank_gone(rank, why, true);
   return why;
@@ -138,7 +160,7 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
     if (why.code() == Code::peer_lost) rank_gone(to, why, true);
     return Request::ended_with(to, why);
   }
-  const rpc::SessionPtr session = session_of(**link);
+  const rpc::SessionPtr session = (*link)->current();
   const Envelope envelope{id(), static_cast<uint32_t>(rank()), channel, tag};
   const auto cost = static_cast<int64_t>(nbytes + 64);
   if (nbytes <= (place == Place::host ? kEagerBytes : 0)) {
@@ -147,6 +169,7 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
       envelope.encode(out);
       out.raw({static_cast<const char*>(data), nbytes});
       Status status = session->post(kEager, out.take());
+      if (status.is_ok()) way_to(to).sent += nbytes;
       return Request::ended_with(to, status.is_ok() ? status : status.with(name_of(to)));
     }
     (*link)->credit.fetch_add(cost);
@@ -169,7 +192,7 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
       request = Request::ended_with(to, why);
     } else {
       ready.send_id = next_send_id_++;
-      sending_[ready.send_id] = {to, channel, request, region, *link};
+      sending_[ready.send_id] = {to, channel, request, region, *link, nbytes};
     }
   }
   if (request->ended()) {
@@ -199,7 +222,7 @@ void Group::end_send(uint64_t send_id, Status status, bool withdraw) {
   if (withdraw) {
     const Verdict verdict{id(), static_cast<uint32_t>(rank()), send_id, static_cast<uint8_t>(status.code()),
                           status.message()};
-    (void)session_of(*sending.link)->post(kWithdraw, verdict.encode());  // a dead session needs no telling
+    (void)sending.link->current()->post(kWithdraw, verdict.encode());  // a dead session needs no telling
   }
   if (sending.region) {
     // A reader that does not answer keeps the region (and through it the tensor) in the engine's quarantine.
@@ -207,6 +230,7 @@ void Group::end_send(uint64_t send_id, Status status, bool withdraw) {
     if (!freed.is_ok() && status.is_ok())
       log::warning("collectives", "a sent buffer is still being read: " + freed.to_string());
   }
+  if (status.is_ok()) way_to(sending.to).sent += sending.nbytes;
   sending.request->finish(std::move(status));
 }
 
@@ -354,6 +378,7 @@ void Group::complete(const Posted& posted, Arrival arrival) {
     } else if (nbytes > 0) {
       std::memcpy(posted.data, arrival.body.data() + arrival.payload_at, nbytes);
     }
+    if (status.is_ok()) way_to(arrival.source).received += nbytes;
     posted.request->finish(std::move(status));
     hub_->consumed(arrival.session, nbytes + 64);
     return;
@@ -413,6 +438,7 @@ void Group::end_read(const Posted& posted, const Arrival& arrival, const RegionP
     std::lock_guard lock(mutex_);
     reading_.erase(posted.request.get());
   }
+  if (status.is_ok()) way_to(arrival.source).received += posted.nbytes;
   posted.request->finish(std::move(status));
 }
 
@@ -540,14 +566,14 @@ void Group::tell_trouble(int lost_rank, const Status& why) {
     if (links.empty()) {
       unconnected.push_back(peer);
     } else {
-      (void)session_of(*links[0])->post(kTrouble, body);  // a failure of theirs is found by whoever waits for them
+      (void)links[0]->current()->post(kTrouble, body);  // a failure of theirs is found by whoever waits for them
     }
   }
   if (unconnected.empty()) return;
   hub_->progress()->enqueue([self = shared_from_this(), unconnected = std::move(unconnected), body] {
     for (int peer : unconnected) {
       auto link = self->hub_->link(self->options_.members[peer], Deadline::after_ms(2000));
-      if (link.is_ok()) (void)session_of(**link)->post(kTrouble, body);
+      if (link.is_ok()) (void)(*link)->current()->post(kTrouble, body);
     }
   });
 }
@@ -596,7 +622,7 @@ void Group::leave(Deadline deadline) {
   const auto links = hub_->links(engines);
   answers->missing = links.size();
   for (const auto& link : links) {
-    session_of(*link)->call(kLeave, body, deadline, [answers](Result<rpc::Message>) {
+    link->current()->call(kLeave, body, deadline, [answers](Result<rpc::Message>) {
       std::lock_guard lock(answers->mutex);
       --answers->missing;
       answers->cv.notify_all();

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -26,9 +27,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "collectives/choice.h"
 #include "collectives/hub.h"
 #include "collectives/messages.h"
 #include "collectives/request.h"
+#include "collectives/topology.h"
 
 namespace torch_mooncake::coll {
 
@@ -45,6 +48,19 @@ struct GroupOptions {
   int rank = 0;
   std::vector<Member> members;        // by rank
   std::vector<int64_t> global_ranks;  // for messages; empty: the same
+  std::vector<int> seats;             // by rank, ascending: what users call that rank (seats.h); empty: the same
+  int seat_count = 0;                 // with those that nobody sits in; 0: one a rank
+  Algorithms algorithms{};            // equal on all ranks
+};
+
+// Payload of a group, in bytes; messages are counted when they have arrived. `shown`: written to shared slots, from
+// where the other ranks of the host read it.
+struct Traffic {
+  struct Way {
+    std::atomic<uint64_t> sent{0}, received{0};
+  };
+  Way to_hosts, within_host;  // messages, by where the other rank is
+  std::atomic<uint64_t> shown{0};
 };
 
 class TM_API Group : public std::enable_shared_from_this<Group> {
@@ -55,8 +71,18 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   int rank() const { return options_.rank; }
   int size() const { return static_cast<int>(options_.members.size()); }
   const Id128& id() const { return options_.id; }
-  bool single_host() const { return single_host_; }  // all members carry our host id
-  std::string name_of(int rank) const;               // "rank 1", "rank 1 (global rank 5)"
+  std::string name_of(int rank) const;  // "rank 1", "rank 1 (global rank 5)": its seat
+  int seats() const { return options_.seat_count > 0 ? options_.seat_count : size(); }
+  int seat_of(int rank) const { return options_.seats.empty() || rank < 0 ? rank : options_.seats[rank]; }
+  int rank_in(int seat) const;          // -1: nobody sits there
+  std::vector<int> gone_seats() const;  // whose rank was lost, or has left
+  void lose_seat(int seat, const Status& why);
+  const Topology& topology() const { return topology_; }
+  const Algorithms& algorithms() const { return options_.algorithms; }
+  Traffic& traffic() { return traffic_; }
+  // JSON: the ranks of each host; for each collective and size which algorithm and why; the traffic so far.
+  std::string explain() const;
+  bool single_host() const { return topology_.hosts().size() == 1; }  // all members carry our host id
   Engine& engine() { return hub_->engine(); }
 
   // `data` stays valid (held by `keep`, or by the caller) until the request has ended.
@@ -77,7 +103,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   // Tells the others, waits (at most `deadline`) until they have all our messages, and is gone. Idempotent.
   void leave(Deadline deadline);
 
-  // For the collectives of one host; null: the ranks are on several.
+  // For what the ranks of this host do among themselves; null: there is only this one.
   Board* board(int which) const { return boards_[which].get(); }
   Result<rpc::SessionPtr> session_with(int rank, Deadline deadline);
 
@@ -115,6 +141,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
     RequestPtr request;
     RegionPtr region;  // null for an empty message
     LinkPtr link;
+    uint64_t nbytes = 0;
   };
   struct Box {
     std::deque<Arrival> arrived;
@@ -142,10 +169,14 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   void tell_trouble(int lost_rank, const Status& why);
   void arm_timer(const RequestPtr& request, Channel channel, Deadline deadline);
   void drop_box_if_empty(Key key);
+  Traffic::Way& way_to(int rank) {
+    return topology_.host_of(rank) == topology_.host_of(options_.rank) ? traffic_.within_host : traffic_.to_hosts;
+  }
 
   HubPtr hub_;
   const GroupOptions options_;
-  bool single_host_ = true;
+  const Topology topology_;
+  Traffic traffic_;
   std::array<std::unique_ptr<Board>, 2> boards_;
   mutable std::mutex mutex_;
   std::unordered_map<Key, Box, KeyHash> boxes_;

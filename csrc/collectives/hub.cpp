@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "collectives/group.h"
+#include "collectives/seats.h"
 #include "common/log.h"
 
 namespace torch_mooncake::coll {
@@ -93,6 +94,8 @@ Status Hub::start(const HubOptions& options) {
   engine_options.rpc.role = "rank";
   engine_options.rpc.token = options.token;
   engine_options.rpc.host_id = options.host_id;
+  engine_options.rpc.heartbeat_ms = options.heartbeat_ms;
+  engine_options.rpc.heartbeat_limit_ms = options.heartbeat_limit_ms;
   engine_options.transports = options.transports;
   TM_ASSIGN(engine_, Engine::create(std::move(engine_options)));
   std::weak_ptr<Hub> weak = weak_from_this();
@@ -106,6 +109,18 @@ Status Hub::start(const HubOptions& options) {
           if (method == kLeave || method == kBoard) responder.ok();
         });
   }
+  engine_->rpc().handle(kSeats, rpc::RunOn::inline_io,
+                        [weak](const rpc::SessionPtr& session, rpc::Message message, rpc::Responder responder) {
+                          ByteReader in(message.body);
+                          const Id128 id = in.get_id();
+                          SeatsPtr seats;
+                          if (auto hub = weak.lock()) {
+                            std::lock_guard lock(hub->mutex_);
+                            if (auto it = hub->seats_.find(id); it != hub->seats_.end()) seats = it->second.lock();
+                          }
+                          if (!seats) return responder.fail({Code::key_not_found, "this process is not in that group"});
+                          seats->on_call(session, in, std::move(responder));
+                        });
   const bool v6 = options.host.find(':') != std::string::npos;
   auto address = engine_->listen("tcp://" + (v6 ? "[" + options.host + "]" : options.host) + ":0");
   if (!address.is_ok()) return address.status();
@@ -147,6 +162,21 @@ void Hub::remove(const Id128& id) {
     past_.insert(id);
   }
   close_if_unused();
+}
+
+void Hub::hold() {
+  std::lock_guard lock(mutex_);
+  ++holds_;
+}
+
+void Hub::add(const SeatsPtr& seats) {
+  std::lock_guard lock(mutex_);
+  seats_[seats->id()] = seats;
+}
+
+void Hub::remove_seats(const Id128& id) {
+  std::lock_guard lock(mutex_);
+  seats_.erase(id);
 }
 
 void Hub::release() {

@@ -24,6 +24,7 @@
 namespace torch_mooncake::coll {
 
 class Group;
+class Seats;
 
 // What one rank publishes so that the others can reach it.
 struct TM_API Member {
@@ -40,6 +41,8 @@ struct HubOptions {
   std::string host_id;             // empty: the boot id
   std::string name = "rank";
   std::vector<std::string> transports = {"local", "shm", "tcp"};
+  int heartbeat_ms = 500;         // period, on a native thread
+  int heartbeat_limit_ms = 5000;  // silence after which a rank is lost
 };
 
 // Messages up to this size travel inside a control message, while the receiver has room for them.
@@ -58,6 +61,12 @@ struct Link {
   bool dialling = false;
   rpc::SessionPtr session;  // all our messages take this one, so that they stay in order
   Status gone;              // why it ended
+
+  // Messages are posted without the lock: a write that fails may report the session's end on this thread.
+  rpc::SessionPtr current() {
+    std::lock_guard lock(mutex);
+    return session;
+  }
 };
 using LinkPtr = std::shared_ptr<Link>;
 
@@ -86,7 +95,10 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   // Messages that came before the group did are delivered inside.
   Status add(const std::shared_ptr<Group>& group);
   void remove(const Id128& group);  // closes the hub if it was the last
-  void release();                   // acquire() without a group to follow
+  void hold();                      // as acquire(), for a further group
+  void release();                   // acquire() or hold() without a group to follow
+  void add(const std::shared_ptr<Seats>& seats);
+  void remove_seats(const Id128& id);
   // `nbytes` of eager payload from the session's peer are no longer held.
   void consumed(const rpc::SessionPtr& session, uint64_t nbytes);
 
@@ -121,6 +133,7 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   std::recursive_mutex mutex_;
   std::map<Id128, LinkPtr> links_;
   std::map<Id128, std::shared_ptr<Group>> groups_;
+  std::map<Id128, std::weak_ptr<Seats>> seats_;
   std::map<Id128, std::deque<Early>> early_;  // for groups not here yet
   uint64_t early_bytes_ = 0;
   std::set<Id128> past_;  // groups that were here

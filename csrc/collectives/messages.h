@@ -20,6 +20,7 @@ enum Method : uint16_t {
   kWithdraw = 306,  // post: a kReady message is void
   kLeave = 307,     // call: the sender's hub closes; answered when everything before it has been delivered
   kBoard = 308,     // call: the sender's segment for small collectives (see board.h), if it can give one
+  kSeats = 309,     // call: about a change of who is in a group (see seats.h)
 };
 
 // What a message is matched by, together with the sending rank.

@@ -228,7 +228,8 @@ void store_accumulator(void* out, const void* acc, uint64_t count, DType dtype, 
   });
 }
 
-void reduce_many(void* out, std::span<const void* const> in, uint64_t count, DType dtype, ReduceOp op) {
+void reduce_many(void* out, std::span<const void* const> in, uint64_t count, DType dtype, ReduceOp op,
+                 uint64_t divide_by) {
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
     using A = typename T::A;
@@ -243,9 +244,16 @@ void reduce_many(void* out, std::span<const void* const> in, uint64_t count, DTy
       for (size_t k = 1; k < in.size(); ++k) {
         combine<T>(acc, static_cast<const M*>(in[k]) + begin, n, op, [](M m) { return T::load(m); });
       }
-      store<T>(static_cast<M*>(out) + begin, acc, n, op == ReduceOp::avg ? in.size() : 1);
+      store<T>(static_cast<M*>(out) + begin, acc, n, op == ReduceOp::avg ? (divide_by ? divide_by : in.size()) : 1);
     }
   });
+}
+
+Part part_of(uint64_t count, int i, int n, uint64_t item) {
+  const uint64_t line = std::max<uint64_t>(1, 64 / item);
+  const uint64_t each = ((count + n - 1) / n + line - 1) / line * line;
+  const uint64_t begin = std::min(count, each * i);
+  return {begin, std::min(count, begin + each) - begin};
 }
 
 }  // namespace torch_mooncake::coll

@@ -68,7 +68,7 @@ void Progress::stop() {
 // The meeting point of one waiting thread and the requests it waits for.
 class Waiter {
  public:
-  explicit Waiter(std::span<const RequestPtr> requests) : requests_(requests) {
+  Waiter(std::span<const RequestPtr> requests, std::span<const RequestPtr> first) : requests_(requests), first_(first) {
     for (const auto& request : requests_) attach(request);
   }
   ~Waiter() {
@@ -88,8 +88,8 @@ class Waiter {
         lock.lock();
         continue;
       }
-      if (failed_ || ended_ == requests_.size()) return {};
-      if (!sleep_until(cv_, lock, deadline, [&] { return failed_ || !steps_.empty() || ended_ == requests_.size(); })) {
+      if (is_over()) return {};
+      if (!sleep_until(cv_, lock, deadline, [&] { return !steps_.empty() || is_over(); })) {
         return {Code::deadline_exceeded, "timed out"};
       }
     }
@@ -101,9 +101,10 @@ class Waiter {
     steps_.emplace_back(std::move(request), std::move(step));
     cv_.notify_one();
   }
-  void one_ended(bool failed) {
+  void one_ended(const Request* request, bool failed) {
     std::lock_guard lock(mutex_);
     ++ended_;
+    if (is_first(request)) --missing_;
     failed_ |= failed;
     cv_.notify_one();
   }
@@ -111,11 +112,13 @@ class Waiter {
  private:
   void attach(const RequestPtr& request) {
     std::lock_guard lock(request->mutex_);
+    std::lock_guard own(mutex_);  // those attached before may go on already
     if (request->ended_) {
       ++ended_;
       failed_ |= !request->status_.is_ok();
       return;
     }
+    if (is_first(request.get())) ++missing_;
     request->waiter_ = this;
     while (!request->steps_.empty()) {
       steps_.emplace_back(request, std::move(request->steps_.front()));
@@ -127,11 +130,17 @@ class Waiter {
     if (request->waiter_ == this) request->waiter_ = nullptr;
   }
 
-  std::span<const RequestPtr> requests_;
+  bool is_over() const { return failed_ || missing_ == 0; }
+  bool is_first(const Request* request) const {
+    return first_.data() == requests_.data() ||
+           std::any_of(first_.begin(), first_.end(), [&](const RequestPtr& r) { return r.get() == request; });
+  }
+
+  const std::span<const RequestPtr> requests_, first_;
   std::mutex mutex_;
   std::condition_variable cv_;
   std::deque<std::pair<RequestPtr, Request::Step>> steps_;
-  size_t ended_ = 0;
+  size_t ended_ = 0, missing_ = 0;  // of all; of the first
   bool failed_ = false;
 };
 
@@ -217,7 +226,7 @@ void Request::finish(Status status) {
     steps.swap(steps_);
     ended_cv_.notify_all();
     if (waiter_ != nullptr) {
-      waiter_->one_ended(!status_.is_ok());
+      waiter_->one_ended(this, !status_.is_ok());
       waiter_ = nullptr;
     }
   }
@@ -245,16 +254,22 @@ void Request::defer(Step step) {
 }
 
 Status wait_all(std::span<const RequestPtr> requests, Deadline deadline) {
+  return wait_first(requests, requests, deadline);
+}
+
+Status wait_first(std::span<const RequestPtr> requests, std::span<const RequestPtr> first, Deadline deadline) {
   bool pending = false;
-  for (const auto& request : requests) pending |= !request->ended();
+  for (const auto& request : first) pending |= !request->ended();
   Status timed_out;
   if (pending) {
-    Waiter waiter(requests);
+    Waiter waiter(requests, first);
     timed_out = waiter.run(deadline);
   }
   std::string late;
   for (const auto& request : requests) {
     if (Status status = request->status(); !status.is_ok()) return status;
+  }
+  for (const auto& request : first) {
     if (!timed_out.is_ok() && !request->ended()) {
       const std::string rank = request->peer() < 0 ? "any rank" : "rank " + std::to_string(request->peer());
       if (late.find(rank + ",") == std::string::npos) late += (late.empty() ? "" : " ") + rank + ",";

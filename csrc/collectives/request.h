@@ -85,5 +85,7 @@ using RequestPtr = std::shared_ptr<Request>;
 // Waits until all have ended or one has failed, running their steps meanwhile. Returns the failure, or
 // deadline_exceeded naming the ranks that are still awaited. What is pending then goes on: cancel it.
 TM_API Status wait_all(std::span<const RequestPtr> requests, Deadline deadline);
+// The same until those in `first`, which are among them, have ended: the others go on meanwhile.
+TM_API Status wait_first(std::span<const RequestPtr> requests, std::span<const RequestPtr> first, Deadline deadline);
 
 }  // namespace torch_mooncake::coll

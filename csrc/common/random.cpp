@@ -3,6 +3,7 @@
 #include <sys/random.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 
@@ -43,6 +44,15 @@ std::string to_hex(std::string_view bytes) {
     out += kDigits[c & 15];
   }
   return out;
+}
+
+bool from_hex(std::string_view text, Id128& id) {
+  if (text.size() != 2 * id.size()) return false;
+  for (size_t i = 0; i < id.size(); ++i) {
+    const auto [end, error] = std::from_chars(text.data() + 2 * i, text.data() + 2 * i + 2, id[i], 16);
+    if (error != std::errc() || end != text.data() + 2 * i + 2) return false;
+  }
+  return true;
 }
 
 }  // namespace torch_mooncake

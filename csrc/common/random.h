@@ -20,5 +20,7 @@ TM_API std::string to_hex(std::string_view bytes);
 inline std::string to_hex(const Id128& id) {
   return to_hex(std::string_view(reinterpret_cast<const char*>(id.data()), id.size()));
 }
+// false: `text` is not an id as to_hex() writes it.
+TM_API bool from_hex(std::string_view text, Id128& id);
 
 }  // namespace torch_mooncake

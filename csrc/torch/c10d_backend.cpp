@@ -12,10 +12,6 @@ namespace {
 
 constexpr int64_t kLeaveMs = 2000;
 
-std::vector<uint8_t> to_store(std::string_view text) { return {text.begin(), text.end()}; }
-std::string from_store(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-std::string member_key(int rank) { return "tm/rank/" + std::to_string(rank); }
-
 // Other threads may need the GIL to end (callbacks of futures); who waits for them must not hold it.
 class WithoutGil {
  public:
@@ -32,29 +28,6 @@ class WithoutGil {
 
 [[noreturn]] void raise(const std::string& text) { C10_THROW_ERROR(DistBackendError, "mooncake: " + text); }
 
-// Waits for a key of every rank, and names those that did not publish it.
-void wait_for_members(c10d::Store& store, int size, Ms timeout) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(member_key(rank));
-  try {
-    store.wait(keys, timeout);
-  } catch (const std::exception& error) {
-    std::string missing;
-    for (int rank = 0; rank < size; ++rank) {
-      bool there = false;
-      try {
-        there = store.check({keys[rank]});
-      } catch (const std::exception&) {
-        throw;  // the store itself is gone
-      }
-      if (!there) missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
-    }
-    if (missing.empty()) throw;
-    C10_THROW_ERROR(DistStoreError, "mooncake: " + missing + " did not join the process group within " +
-                                        std::to_string(timeout.count()) + " ms (" + error.what() + ")");
-  }
-}
-
 // One that its streams wait for, or the host.
 template <typename... Args>
 c10::intrusive_ptr<CollectiveWork> make_collective_work(const DeviceOpPtr& on, Args&&... args) {
@@ -64,48 +37,8 @@ c10::intrusive_ptr<CollectiveWork> make_collective_work(const DeviceOpPtr& on, A
 
 }  // namespace
 
-MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                 std::vector<int64_t> global_ranks, c10::intrusive_ptr<Options> options)
-    : Backend(rank, size), options_(std::move(options)) {
-  // Rank 0 chooses the token that all prove to each other, and the id of the group.
-  if (rank == 0) {
-    std::string token = coll::Hub::current_token();
-    if (token.empty()) token = to_hex(random_id()) + to_hex(random_id());
-    ByteWriter out;
-    out.put(random_id()).put(std::string_view(token));
-    store->set("tm/group", to_store(out.take()));
-  }
-  store->wait({"tm/group"}, options_->timeout);
-  const std::string published = from_store(store->get("tm/group"));
-  ByteReader in(published);
-  coll::GroupOptions group;
-  group.id = in.get_id();
-  coll::HubOptions hub_options;
-  hub_options.token = in.get_string();
-  if (!in.done()) raise("what rank 0 published in the store cannot be read");
-  hub_options.host = options_->host;
-  hub_options.host_id = options_->host_id;
-  hub_options.transports = options_->transports;
-  hub_options.name = "rank" + std::to_string(rank < static_cast<int>(global_ranks.size()) ? global_ranks[rank] : rank);
-  auto hub = coll::Hub::acquire(hub_options);
-  if (!hub.is_ok()) raise("cannot start: " + hub.status().to_string());
-  try {
-    store->set(member_key(rank), to_store((*hub)->self().encode()));
-    wait_for_members(*store, size, options_->timeout);
-    for (int peer = 0; peer < size; ++peer) {
-      auto member = coll::Member::decode(from_store(store->get(member_key(peer))));
-      if (!member.is_ok()) raise(member.status().to_string());
-      group.members.push_back(*member);
-    }
-    group.rank = rank;
-    group.global_ranks = std::move(global_ranks);
-    auto joined = coll::Group::join(*hub, std::move(group));
-    if (!joined.is_ok()) raise(joined.status().to_string());
-    group_ = *joined;
-  } catch (...) {
-    (*hub)->release();
-    throw;
-  }
+MooncakeBackend::MooncakeBackend(int rank, int size, c10::intrusive_ptr<Options> options, coll::SeatsPtr seats)
+    : Backend(rank, size), options_(std::move(options)), seats_(std::move(seats)) {
   init();
 }
 
@@ -114,7 +47,7 @@ MooncakeBackend::~MooncakeBackend() { shutdown(); }
 void MooncakeBackend::shutdown() {
   WithoutGil without_gil;
   settle_devices();
-  group_->leave(Deadline::after_ms(kLeaveMs));
+  seats_->close(Deadline::after_ms(kLeaveMs));
   pending_messages_->flush();
   executor_.stop();
   finisher_->stop();
@@ -122,16 +55,18 @@ void MooncakeBackend::shutdown() {
 
 void MooncakeBackend::abort() {
   WithoutGil without_gil;
-  group_->abort({Code::cancelled, "the process group was aborted"});
+  const Status why(Code::cancelled, "the process group was aborted");
+  seats_->cancel(why);
+  seats_->group()->abort(why);
   pending_messages_->flush();
 }
 
-Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on,
-                                 std::exception_ptr& raised) {
-  TM_TRY(group_->trouble());
+Status MooncakeBackend::run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline,
+                                 DeviceOp* on, std::exception_ptr& raised) {
+  TM_TRY(group.trouble());
   Status status;
   try {
-    const coll::Call call{*group_, sequence, deadline, scratch_};
+    const coll::Call call{group, sequence, deadline, scratch_};
     status = on ? on->run(call, body) : body(call);
   } catch (...) {  // torch ran out of memory, say: the other ranks wait in vain for our part
     raised = std::current_exception();
@@ -142,25 +77,29 @@ Status MooncakeBackend::run_body(const Body& body, uint64_t sequence, Deadline d
     error_ = status.code() == Code::deadline_exceeded ? c10d::ErrorType::TIMEOUT
              : status.code() == Code::peer_lost       ? c10d::ErrorType::REMOTE_ERROR
                                                       : c10d::ErrorType::COMM_ERROR;
-    group_->give_up(status);
+    group.give_up(status);
   }
   return status;
 }
 
 WorkPtr MooncakeBackend::run(Plan plan, Body body) {
+  for (size_t i = 0; i < plan.outputs.size() && !plan.reads_only; ++i) check_writable(plan.outputs[i], plan.name);
   const DeviceOpPtr on = device_op_of(plan);
   std::unique_lock order(order_mutex_);
+  const coll::GroupPtr group = seats_->group();
   const uint64_t sequence = ++sequence_;
   std::string what =
-      std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group_->name_of(rank_);
+      std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group->name_of(group->rank());
   auto work =
-      make_collective_work(on, group_, plan.type, plan.title, std::move(what), sequence, plan.outputs, plan.inputs);
+      make_collective_work(on, group, plan.type, plan.title, std::move(what), sequence, plan.outputs, plan.inputs);
   const Deadline deadline = Deadline::after_ms(timeout_or_default(plan.timeout).count());
-  auto task = [this, work, on, body = std::move(body), sequence, deadline] {
+  auto task = [this, work, group, on, body = std::move(body), sequence, deadline] {
     std::exception_ptr raised;
-    const Status status = run_body(body, sequence, deadline, on.get(), raised);
+    work->begin();
+    const Status status = run_body(*group, body, sequence, deadline, on.get(), raised);
     raised ? work->end(raised) : work->end(status);
     if (on) on->gate()->open();  // however it ended
+    if (onCompletionHook_) tell_hook(*work);
   };
   if (!executor_.submit(std::move(task), !plan.async && !on, &order)) raise("the process group was shut down");
   if (order.owns_lock()) order.unlock();
@@ -169,16 +108,38 @@ WorkPtr MooncakeBackend::run(Plan plan, Body body) {
   return work;
 }
 
+void MooncakeBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  TORCH_CHECK(!onCompletionHook_, "mooncake: the group has a completion hook already");
+  executor_.drain();
+  onCompletionHook_ = std::move(hook);
+}
+
+void MooncakeBackend::tell_hook(const CollectiveWork& work) {
+  try {
+    onCompletionHook_(work.info());
+  } catch (const std::exception& error) {
+    log::error("collectives", std::string("the completion hook raised: ") + error.what());
+  }
+}
+
 // ---- messages
 
 WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, int tag) {
   const char* name = sending ? "send" : "recv";
   const at::Tensor tensor = only(tensors, name);
+  if (!sending) check_writable(tensor, name);
   TORCH_CHECK_VALUE(tag >= 0, "mooncake: ", name, ": tag must not be negative");
   const uint64_t number = ++messages_;
   const bool any = !sending && peer == coll::kAnySource;
-  std::string what = std::string(name) + (sending ? " to " : " from ") + group_->name_of(peer) + " (tag " +
-                     std::to_string(tag) + ") on " + group_->name_of(rank_);
+  const coll::GroupPtr group = seats_->group();
+  if (!any) {
+    TORCH_CHECK_VALUE(peer >= 0 && peer < size_, "mooncake: ", name, ": there is no rank ", peer);
+    const int seat = peer;
+    peer = group->rank_in(seat);
+    TORCH_CHECK_VALUE(peer >= 0, "mooncake: ", name, ": rank ", seat, " is not active");
+  }
+  std::string what = std::string(name) + (sending ? " to " : " from ") + group->name_of(peer) + " (tag " +
+                     std::to_string(tag) + ") on " + group->name_of(group->rank());
   at::Tensor memory = tensor;
   at::Tensor staging;
   if (needs_staging(tensor)) {
@@ -192,7 +153,7 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
   const Deadline deadline = Deadline::after_ms(options_->timeout.count());
   // Messages of CUDA tensors wait for a stream first, and are not overtaken by others: they match only one another.
   const auto wire_tag = static_cast<uint64_t>(tag) | (on ? uint64_t{1} << 32 : 0);
-  auto post = [=, group = group_] {
+  auto post = [=] {
     constexpr auto channel = coll::Channel::p2p;
     const auto place = on ? coll::Place::cuda : coll::Place::host;
     return sending
@@ -203,7 +164,7 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
   WorkPtr work;
   if (on) {
     const auto gate = on->gate(name);
-    auto message = c10::make_intrusive<OnStream<DeviceMessage>>(on, gate, group_, type, title, std::move(what), number,
+    auto message = c10::make_intrusive<OnStream<DeviceMessage>>(on, gate, group, type, title, std::move(what), number,
                                                                 tensor, staging, on, gate, finisher_);
     pending_messages_->add({sending, peer, tag}, gate, finisher_, [message, gate, post, peer] {
       const auto before = gate->reached();
@@ -212,7 +173,7 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
     work = message;
   } else {
     auto message =
-        c10::make_intrusive<MessageWork>(group_, type, title, std::move(what), number, tensor, staging, finisher_);
+        c10::make_intrusive<MessageWork>(group, type, title, std::move(what), number, tensor, staging, finisher_);
     message->follow(post());
     work = message;
   }

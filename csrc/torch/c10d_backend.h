@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "collectives/collectives.h"
+#include "collectives/seats.h"
 #include "torch/c10d_device.h"
 #include "torch/c10d_work.h"
 
@@ -33,15 +34,21 @@ class MooncakeBackend final : public c10d::Backend {
     std::string host = "127.0.0.1";  // address this rank listens on
     std::string host_id;             // empty: the boot id; equal ids may share memory
     std::vector<std::string> transports = {"local", "shm", "tcp"};
-    std::string cuda = "mooncake";  // who runs dense collectives of CUDA tensors; or "nccl"
-    uint64_t cuda_staged_bytes =
-        256 << 10;  // up to so much, such a collective goes by way of the host; equal on all ranks
+    std::string cuda = "mooncake";           // who runs dense collectives of CUDA tensors; or "nccl"
+    uint64_t cuda_staged_bytes = 256 << 10;  // up to so much they go by way of the host; equal on all ranks
+    Ms heartbeat{500};                       // period; this and the next are those of the process' first group
+    Ms heartbeat_timeout{5000};              // silence after which a rank is lost
+    std::string join;                        // what contact() of a running group said: take the place of a rank of it
   };
+  using BackendPtr = c10::intrusive_ptr<Backend>;
 
   // Meets the other ranks through the store (keys under "tm/"), each publishing its address; raises DistStoreError
-  // naming the ranks that did not come within the timeout.
-  MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::vector<int64_t> global_ranks,
-                  c10::intrusive_ptr<Options> options);
+  // naming the ranks that did not come within the timeout. With options->join the store is not used: waits until the
+  // ranks of that group let this one in (reseat()).
+  static c10::intrusive_ptr<MooncakeBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    std::vector<int64_t> global_ranks,
+                                                    c10::intrusive_ptr<Options> options);
+  MooncakeBackend(int rank, int size, c10::intrusive_ptr<Options> options, coll::SeatsPtr seats);
   ~MooncakeBackend() override;
 
   const std::string getBackendName() const override { return "mooncake"; }
@@ -78,9 +85,32 @@ class MooncakeBackend final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
+  // ---- who is in the group: ranks keep their numbers whoever is gone, getSize() counts the empty seats, too
+  std::vector<int> active_ranks() const;
+  std::vector<int> waiting_ranks() const;  // that a replacement has asked to be
+  // What a replacement needs to know, for options->join. Holds the token that all ranks prove to each other.
+  std::string contact() const;
+  // Called by all that stay, after what is queued has run: goes on without `remove` and all that were lost, and with
+  // the replacements of `admit`, for which it waits. Returns the active ranks.
+  std::vector<int> reseat(const std::vector<int>& remove, const std::vector<int>& admit, int at_least, Ms timeout);
+
+  // A part of this group, by its ranks here; needs no store. Null: without this rank.
+  bool supportsSplitting() const override { return true; }
+  BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                   const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // Works in a group that has lost ranks, too.
+  bool supportsShrinking() const override { return true; }
+  BackendPtr shrink(const std::vector<int64_t>& exclude, int flags,
+                    const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                   const int& rank, const int& size) override;
+
   void setSequenceNumberForGroup() override {}  // starts at 0 on all ranks
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  // The hook runs after each collective, on the thread that ran it.
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override { executor_.drain(); }
+  void enableCollectivesTiming() override {}  // is always on
   c10d::ErrorType getError() override { return error_; }
   void abort() override;
   void shutdown() override;
@@ -96,19 +126,26 @@ class MooncakeBackend final : public c10d::Backend {
     bool async;
     TensorList outputs;
     TensorList inputs;
+    bool reads_only = false;                 // on this rank: nothing comes into `outputs`
     std::optional<c10::Device> device = {};  // without tensors: whose current stream it comes after
   };
   WorkPtr run(Plan plan, Body body);
-  Status run_body(const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on, std::exception_ptr& raised);
+  Status run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on,
+                  std::exception_ptr& raised);
   DeviceContextPtr context_of(c10::Device device);
   void settle_devices();
   DeviceOpPtr device_op_of(const Plan& plan);  // null: it is on the host
+  void tell_hook(const CollectiveWork& work);
   WorkPtr message(bool sending, TensorList& tensors, int peer, int tag);
   WorkPtr joint(std::vector<WorkPtr> works);
   Ms timeout_or_default(Ms timeout) const { return timeout.count() < 0 ? options_->timeout : timeout; }
 
+  // An options object of ours like the one given, or like this group's.
+  c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
+  BackendPtr part(std::string name, const std::vector<int>& ranks, c10::intrusive_ptr<Options> options);
+
   c10::intrusive_ptr<Options> options_;
-  coll::GroupPtr group_;
+  const coll::SeatsPtr seats_;
   Executor executor_;
   std::shared_ptr<Executor> finisher_ = std::make_shared<Executor>();  // ends of messages
   std::mutex order_mutex_;                                             // sequence number and place in the queue
@@ -122,6 +159,9 @@ class MooncakeBackend final : public c10d::Backend {
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  // How often a part was made of the same ranks under the same name, since the last change of seats. Under
+  // order_mutex_.
+  std::map<std::pair<std::string, std::vector<int>>, uint64_t> parts_;
 };
 
 }  // namespace torch_mooncake::dist

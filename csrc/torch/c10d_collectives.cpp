@@ -32,11 +32,23 @@ void check_world(size_t n, int size, const char* op) {
                     " tensors is expected, not ", n);
 }
 
-void check_root(int64_t root, int size, const char* op) {
-  TORCH_CHECK_VALUE(root >= 0 && root < size, "mooncake: ", op, ": invalid root rank ", root, " of ", size);
+void check_root(int64_t root, const coll::Group& group, const char* op) {
+  TORCH_CHECK_VALUE(root >= 0 && root < group.seats(), "mooncake: ", op, ": invalid root rank ", root, " of ",
+                    group.seats());
+  TORCH_CHECK_VALUE(group.rank_in(static_cast<int>(root)) >= 0, "mooncake: ", op, ": the root, rank ", root,
+                    ", is not active");
 }
 
-// Equal cuts of one contiguous tensor, a rank each.
+// Lists and cuts have an item for each seat; what moves are those of the ranks that are there.
+template <typename Item>
+std::vector<Item> of_present(const coll::Group& group, const std::vector<Item>& by_seat) {
+  std::vector<Item> out;
+  for (int rank = 0; rank < group.size() && !by_seat.empty(); ++rank) out.push_back(by_seat[group.seat_of(rank)]);
+  return out;
+}
+bool has_empty_seats(const coll::Group& group) { return group.size() < group.seats(); }
+
+// Equal cuts of one contiguous tensor, a seat each.
 std::vector<Piece> cuts(const at::Tensor& tensor, int n) {
   auto* base = static_cast<std::byte*>(tensor.mutable_data_ptr());
   const uint64_t each = tensor.nbytes() / n;
@@ -114,6 +126,10 @@ Status all_reduce_sparse(const Call& call, const at::Tensor& tensor) {
   return {};
 }
 
+std::vector<Piece> cuts_of_present(const coll::Group& group, const at::Tensor& tensor) {
+  return of_present(group, cuts(tensor, group.seats()));
+}
+
 // A list of splits along dim 0 as pieces of a contiguous tensor; empty splits: equal ones.
 std::vector<Piece> split_pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int n) {
   if (splits.empty()) return cuts(tensor, n);
@@ -139,12 +155,14 @@ void check_splits(const at::Tensor& tensor, const std::vector<int64_t>& splits, 
 
 WorkPtr MooncakeBackend::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
   const at::Tensor tensor = only(tensors, "broadcast");
-  check_root(opts.rootRank, size_, "broadcast");
+  check_root(opts.rootRank, *seats_->group(), "broadcast");
   const int root = static_cast<int>(opts.rootRank);
-  return run({OpType::BROADCAST, "mooncake:broadcast", "broadcast", opts.timeout, opts.asyncOp, tensors, tensors},
+  return run({OpType::BROADCAST, "mooncake:broadcast", "broadcast", opts.timeout, opts.asyncOp, tensors, tensors,
+              rank_ == root},
              [tensor, root, me = rank_](const Call& call) -> Status {
                const Writable memory(tensor, me == root);
-               TM_TRY(coll::broadcast(call, memory.memory().mutable_data_ptr(), memory.memory().nbytes(), root));
+               TM_TRY(coll::broadcast(call, memory.memory().mutable_data_ptr(), memory.memory().nbytes(),
+                                      call.group.rank_in(root)));
                if (me != root) memory.commit();
                return {};
              });
@@ -162,8 +180,9 @@ WorkPtr MooncakeBackend::allreduce(TensorList& tensors, const c10d::AllreduceOpt
 }
 
 WorkPtr MooncakeBackend::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) {
-  TORCH_CHECK_VALUE(tensors.size() == 1 && tensors[0].is_sparse(),
-                    "mooncake: all_reduce_sparse: one sparse (COO) tensor is expected");
+  TORCH_CHECK_VALUE(
+      tensors.size() == 1 && tensors[0].is_sparse() && (tensors[0].device().is_cpu() || tensors[0].device().is_cuda()),
+      "mooncake: all_reduce_sparse: one sparse (COO) tensor on cpu or cuda is expected");
   TORCH_CHECK_VALUE(opts.reduceOp.op_ == c10d::ReduceOp::SUM,
                     "mooncake: all_reduce: sparse tensors can only be summed");
   return run({OpType::_ALLREDUCE_SPARSE, "mooncake:sparse_all_reduce", "all_reduce (sparse)", opts.timeout,
@@ -190,19 +209,20 @@ WorkPtr MooncakeBackend::allreduce_coalesced(TensorList& tensors, const c10d::Al
 
 WorkPtr MooncakeBackend::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor tensor = only(tensors, "reduce");
-  check_root(opts.rootRank, size_, "reduce");
+  check_root(opts.rootRank, *seats_->group(), "reduce");
   const auto op = reduce_op_of(opts.reduceOp, tensor, "reduce");
   const auto dtype = dtype_of(tensor, "reduce");
   const int root = static_cast<int>(opts.rootRank);
-  return run({OpType::REDUCE, "mooncake:reduce", "reduce", opts.timeout, opts.asyncOp, tensors, tensors},
+  return run({OpType::REDUCE, "mooncake:reduce", "reduce", opts.timeout, opts.asyncOp, tensors, tensors, rank_ != root},
              [tensor, torch_op = opts.reduceOp, op, dtype, root, me = rank_](const Call& call) -> Status {
                if (me != root) {
                  const at::Tensor in = readable(premultiplied(torch_op, tensor));
-                 return coll::reduce(call, in.data_ptr(), in.numel(), dtype, op, root);
+                 return coll::reduce(call, in.data_ptr(), in.numel(), dtype, op, call.group.rank_in(root));
                }
                if (torch_op.op_ == c10d::ReduceOp::PREMUL_SUM) copy_tensor(tensor, premultiplied(torch_op, tensor));
                const Writable memory(tensor, true);
-               TM_TRY(coll::reduce(call, memory.memory().mutable_data_ptr(), tensor.numel(), dtype, op, root));
+               TM_TRY(coll::reduce(call, memory.memory().mutable_data_ptr(), tensor.numel(), dtype, op,
+                                   call.group.rank_in(root)));
                memory.commit();
                return {};
              });
@@ -219,7 +239,7 @@ WorkPtr MooncakeBackend::allgather(std::vector<TensorList>& outputs, TensorList&
   return run({OpType::ALLGATHER, "mooncake:all_gather", "all_gather", opts.timeout, opts.asyncOp, outputs[0], inputs},
              [input, out = outputs[0]](const Call& call) -> Status {
                const at::Tensor in = readable(input);
-               const auto outs = writable(out);
+               const auto outs = writable(of_present(call.group, out));
                TM_TRY(coll::all_gather(call, const_piece_of(in), pieces(outs)));
                commit_all(outs);
                return {};
@@ -238,8 +258,8 @@ void check_gathered(const at::Tensor& output, const at::Tensor& input, int n, co
 
 Status gather_into(const Call& call, const at::Tensor& output, const at::Tensor& input) {
   const at::Tensor in = readable(input);
-  const Writable out(output, false);
-  TM_TRY(coll::all_gather(call, const_piece_of(in), cuts(out.memory(), call.group.size())));
+  const Writable out(output, has_empty_seats(call.group));
+  TM_TRY(coll::all_gather(call, const_piece_of(in), cuts_of_present(call.group, out.memory())));
   out.commit();
   return {};
 }
@@ -248,7 +268,7 @@ Status reduce_from(const Call& call, const at::Tensor& output, const at::Tensor&
                    coll::DType dtype, coll::ReduceOp op) {
   const at::Tensor in = readable(premultiplied(torch_op, input));
   const Writable out(output, false);
-  TM_TRY(coll::reduce_scatter(call, to_const(cuts(in, call.group.size())), piece_of(out.memory()), dtype, op));
+  TM_TRY(coll::reduce_scatter(call, to_const(cuts_of_present(call.group, in)), piece_of(out.memory()), dtype, op));
   out.commit();
   return {};
 }
@@ -285,7 +305,7 @@ WorkPtr MooncakeBackend::allgather_coalesced(std::vector<TensorList>& outputs, T
                for (size_t i = 0; i < inputs.size(); ++i) {
                  TensorList out;
                  for (const auto& list : outputs) out.push_back(list[i]);
-                 const auto outs = writable(out);
+                 const auto outs = writable(of_present(call.group, out));
                  const at::Tensor in = readable(inputs[i]);
                  TM_TRY(coll::all_gather(call, const_piece_of(in), pieces(outs)));
                  commit_all(outs);
@@ -311,7 +331,7 @@ WorkPtr MooncakeBackend::allgather_into_tensor_coalesced(TensorList& outputs, Te
 
 WorkPtr MooncakeBackend::gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& opts) {
   const at::Tensor input = only(inputs, "gather");
-  check_root(opts.rootRank, size_, "gather");
+  check_root(opts.rootRank, *seats_->group(), "gather");
   const int root = static_cast<int>(opts.rootRank);
   TensorList out;
   if (rank_ == root) {
@@ -325,10 +345,10 @@ WorkPtr MooncakeBackend::gather(std::vector<TensorList>& outputs, TensorList& in
   return run({OpType::GATHER, "mooncake:gather", "gather", opts.timeout, opts.asyncOp, out, inputs},
              [input, out, root](const Call& call) -> Status {
                const at::Tensor in = readable(input);
-               const auto outs = writable(out);
+               const auto outs = writable(of_present(call.group, out));
                std::vector<void*> memory;
                for (const auto& output : outs) memory.push_back(output.memory().mutable_data_ptr());
-               TM_TRY(coll::gather(call, in.const_data_ptr(), in.nbytes(), memory, root));
+               TM_TRY(coll::gather(call, in.const_data_ptr(), in.nbytes(), memory, call.group.rank_in(root)));
                commit_all(outs);
                return {};
              });
@@ -337,7 +357,7 @@ WorkPtr MooncakeBackend::gather(std::vector<TensorList>& outputs, TensorList& in
 WorkPtr MooncakeBackend::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                  const c10d::ScatterOptions& opts) {
   const at::Tensor output = only(outputs, "scatter");
-  check_root(opts.rootRank, size_, "scatter");
+  check_root(opts.rootRank, *seats_->group(), "scatter");
   const int root = static_cast<int>(opts.rootRank);
   TensorList in;
   if (rank_ == root) {
@@ -350,11 +370,12 @@ WorkPtr MooncakeBackend::scatter(TensorList& outputs, std::vector<TensorList>& i
   }
   return run({OpType::SCATTER, "mooncake:scatter", "scatter", opts.timeout, opts.asyncOp, outputs, in},
              [output, in, root](const Call& call) -> Status {
-               const TensorList ins = readable_all(in);
+               const TensorList ins = readable_all(of_present(call.group, in));
                std::vector<const void*> memory;
                for (const auto& tensor : ins) memory.push_back(tensor.const_data_ptr());
                const Writable out(output, false);
-               TM_TRY(coll::scatter(call, memory, out.memory().mutable_data_ptr(), out.memory().nbytes(), root));
+               TM_TRY(coll::scatter(call, memory, out.memory().mutable_data_ptr(), out.memory().nbytes(),
+                                    call.group.rank_in(root)));
                out.commit();
                return {};
              });
@@ -374,7 +395,8 @@ WorkPtr MooncakeBackend::reduce_scatter(TensorList& outputs, std::vector<TensorL
               inputs[0]},
              [output, in = inputs[0], torch_op = opts.reduceOp, op, dtype](const Call& call) -> Status {
                TensorList ins;
-               for (const auto& tensor : in) ins.push_back(readable(premultiplied(torch_op, tensor)));
+               for (const auto& tensor : of_present(call.group, in))
+                 ins.push_back(readable(premultiplied(torch_op, tensor)));
                const Writable out(output, false);
                TM_TRY(coll::reduce_scatter(call, const_pieces(ins), piece_of(out.memory()), dtype, op));
                out.commit();
@@ -433,10 +455,10 @@ WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::Tensor& input, st
               {input}},
              [output, input, output_splits, input_splits](const Call& call) -> Status {
                const at::Tensor in = readable(input);
-               const Writable out(output, false);
-               const int n = call.group.size();
-               TM_TRY(coll::all_to_all(call, to_const(split_pieces(in, input_splits, n)),
-                                       split_pieces(out.memory(), output_splits, n)));
+               const Writable out(output, has_empty_seats(call.group));
+               const int n = call.group.seats();
+               TM_TRY(coll::all_to_all(call, of_present(call.group, to_const(split_pieces(in, input_splits, n))),
+                                       of_present(call.group, split_pieces(out.memory(), output_splits, n))));
                out.commit();
                return {};
              });
@@ -449,8 +471,8 @@ WorkPtr MooncakeBackend::alltoall(TensorList& outputs, TensorList& inputs, const
   check_alike(inputs, inputs[0], false, "all_to_all");
   return run({OpType::ALLTOALL, "mooncake:all_to_all", "all_to_all", opts.timeout, opts.asyncOp, outputs, inputs},
              [outputs, inputs](const Call& call) -> Status {
-               const TensorList ins = readable_all(inputs);
-               const auto outs = writable(outputs);
+               const TensorList ins = readable_all(of_present(call.group, inputs));
+               const auto outs = writable(of_present(call.group, outputs));
                TM_TRY(coll::all_to_all(call, const_pieces(ins), pieces(outs)));
                commit_all(outs);
                return {};
@@ -460,7 +482,7 @@ WorkPtr MooncakeBackend::alltoall(TensorList& outputs, TensorList& inputs, const
 WorkPtr MooncakeBackend::barrier(const c10d::BarrierOptions& opts) {
   std::optional<c10::Device> device;
   if (opts.device && opts.device->is_cuda()) device = *opts.device;
-  return run({OpType::BARRIER, "mooncake:barrier", "barrier", opts.timeout, opts.asyncOp, {}, {}, device},
+  return run({OpType::BARRIER, "mooncake:barrier", "barrier", opts.timeout, opts.asyncOp, {}, {}, false, device},
              [](const Call& call) { return coll::barrier(call); });
 }
 

@@ -83,8 +83,12 @@ std::optional<c10::Device> device_of(const TensorList& inputs, const TensorList&
 
 // ---- one backend, one device
 
-DeviceContext::DeviceContext(c10::Device device)
-    : device_(device), stream_(make_stream(device)), side_(std::make_shared<SideStreams>()) {}
+DeviceContext::DeviceContext(c10::Device device, uint64_t staged_bytes)
+    : device_(device), stream_(make_stream(device)), side_(std::make_shared<SideStreams>()) {
+  constexpr uint64_t kMost = 4 << 20, kPadding = 64 << 10;
+  const auto memory = pinned(std::min(kMost, 2 * std::min(kMost, staged_bytes) + kPadding));
+  if (!memory.is_ok()) raise("pinned memory", memory.status());
+}
 
 coll::StreamGatePtr DeviceContext::gate(const char* op) {
   auto gate = StreamGate::after(device_.index(), current_stream(device_).native_handle());
@@ -164,7 +168,7 @@ DeviceContextPtr MooncakeBackend::context_of(c10::Device device) {
   if (!device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   std::lock_guard lock(devices_mutex_);
   auto& context = devices_[device.index()];
-  if (!context) context = std::make_shared<DeviceContext>(device);
+  if (!context) context = std::make_shared<DeviceContext>(device, options_->cuda_staged_bytes);
   return context;
 }
 
@@ -271,17 +275,19 @@ Status DeviceOp::wait(Deadline deadline) {
 DeviceMessage::DeviceMessage(coll::GroupPtr group, c10d::OpType type, const char* title, std::string what, uint64_t seq,
                              at::Tensor tensor, at::Tensor staging, DeviceContextPtr on, coll::StreamGatePtr gate,
                              std::shared_ptr<Executor> finisher)
-    : BaseWork(group->rank(), type, title, std::move(what), seq, {tensor}, {tensor}),
+    : BaseWork(group->seat_of(group->rank()), type, title, std::move(what), seq, {tensor}, {tensor}),
       group_(std::move(group)),
       staging_(std::move(staging)),
       on_(std::move(on)),
       gate_(std::move(gate)),
-      finisher_(std::move(finisher)) {}
+      finisher_(std::move(finisher)) {
+  begin();
+}
 
 int DeviceMessage::sourceRank() const {
   const_cast<DeviceMessage*>(this)->BaseWork::wait(kNoTimeout);
   std::lock_guard lock(request_mutex_);
-  return request_ ? request_->peer() : -1;
+  return request_ ? group_->seat_of(request_->peer()) : -1;
 }
 
 std::string DeviceMessage::awaited() const {

@@ -29,7 +29,9 @@ std::optional<c10::Device> device_of(const TensorList& inputs, const TensorList&
 // What one backend has on one device. Threads: safe from any; pinned memory is the executor's.
 class DeviceContext {
  public:
-  explicit DeviceContext(c10::Device device);
+  // `staged_bytes`: what pinned memory is going to be needed for. Made before any stream waits for us: then the driver
+  // might not pin any.
+  DeviceContext(c10::Device device, uint64_t staged_bytes);
   c10::Device device() const { return device_; }
   const c10::Stream& stream() const { return stream_; }  // the backend's own
   // A gate behind what is queued on the caller's current stream. Raises if there can be none.

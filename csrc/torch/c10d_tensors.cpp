@@ -1,5 +1,6 @@
 #include "torch/c10d_tensors.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "torch/compat.h"
@@ -12,6 +13,11 @@ void check_tensor(const at::Tensor& tensor, const char* op) {
                               tensor.device(), " are not supported, only on cpu and cuda");
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, "mooncake: ", op, ": ", tensor.layout(),
                               " tensors are not supported, only dense ones");
+}
+
+void check_writable(const at::Tensor& tensor, const char* op) {
+  TORCH_CHECK_VALUE(tensor.layout() != at::kStrided || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                    "mooncake: ", op, ": an expanded tensor cannot be written to: clone() it first");
 }
 
 const at::Tensor& only(const TensorList& tensors, const char* op) {
@@ -63,7 +69,10 @@ coll::ReduceOp reduce_op_of(const c10d::ReduceOp& op, const at::Tensor& tensor, 
   coll::ReduceOp out = coll::ReduceOp::sum;
   switch (op.op_) {
     case Torch::SUM:
+      break;
     case Torch::PREMUL_SUM:
+      TORCH_CHECK(tensor.is_floating_point() || tensor.is_complex(), "mooncake: ", name,
+                  ": cannot use ReduceOp.PREMUL_SUM with ", tensor.scalar_type());
       break;
     case Torch::AVG:
       out = coll::ReduceOp::avg;

@@ -11,11 +11,12 @@
 
 namespace torch_mooncake::dist {
 
-void check_tensor(const at::Tensor& tensor, const char* op);  // dense, CPU or CUDA
+void check_tensor(const at::Tensor& tensor, const char* op);    // dense, CPU or CUDA
+void check_writable(const at::Tensor& tensor, const char* op);  // no element of it is two (an expanded tensor)
 // The one tensor of an argument that is a list for historical reasons.
 const at::Tensor& only(const TensorList& tensors, const char* op);
 coll::DType dtype_of(const at::Tensor& tensor, const char* op);
-// Names the pair if it has no meaning. PREMUL_SUM is a SUM whose inputs are scaled first.
+// Names the pair if it has no meaning. PREMUL_SUM is a SUM of floats or complex numbers that are scaled first.
 coll::ReduceOp reduce_op_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* name);
 // The factor of PREMUL_SUM applied to a copy; the tensor itself for any other operation.
 at::Tensor premultiplied(const c10d::ReduceOp& op, const at::Tensor& tensor);

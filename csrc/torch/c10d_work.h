@@ -34,6 +34,9 @@ class BaseWork : public c10d::Work {
   TensorList result() override { return outputs_; }
   FuturePtr getFuture() override;
   uint64_t getSequencenumber() const override { return seq_; }
+  float getDuration() const override;  // milliseconds from begin() to the end
+  void begin() { began_ns_ = steady_ns(); }
+  std::shared_ptr<c10d::WorkInfo> info() const;  // once it has ended
 
  protected:
   // Ends the work; call once. Runs the callbacks of the future, so not on an I/O thread.
@@ -46,13 +49,14 @@ class BaseWork : public c10d::Work {
   TensorList outputs_;
   FuturePtr future_;
   std::atomic_flag marked_ = ATOMIC_FLAG_INIT;
+  std::atomic<int64_t> began_ns_{0}, ended_ns_{0};
 };
 
 class CollectiveWork : public BaseWork {
  public:
   CollectiveWork(coll::GroupPtr group, c10d::OpType type, const char* title, std::string what, uint64_t seq,
                  TensorList outputs, const TensorList& inputs)
-      : BaseWork(group->rank(), type, title, std::move(what), seq, std::move(outputs), inputs),
+      : BaseWork(group->seat_of(group->rank()), type, title, std::move(what), seq, std::move(outputs), inputs),
         group_(std::move(group)) {}
   void end(const Status& status) { complete(status.is_ok() ? nullptr : make_error(what_, status)); }
   void end(std::exception_ptr error) { complete(std::move(error)); }
@@ -73,7 +77,7 @@ class MessageWork final : public BaseWork {
   void follow(coll::RequestPtr request);
   bool wait(Ms timeout = kNoTimeout) override;
   bool isCompleted() override;
-  int sourceRank() const override { return request_->peer(); }
+  int sourceRank() const override { return group_->seat_of(request_->peer()); }
   FuturePtr getFuture() override;
 
  protected:
@@ -96,7 +100,8 @@ class JointWork final : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   bool wait(Ms timeout = kNoTimeout) override;
-  void synchronize() override {}
+  void synchronize() override;
+  void blockCurrentStream() override { synchronize(); }
   TensorList result() override;
   FuturePtr getFuture() override;
 

@@ -1,4 +1,4 @@
-// What differs between the versions of torch that are supported (2.11 to 2.14), in one place. Only for what is built
+// What differs between the versions of torch that are supported (2.11 to 2.15), in one place. Only for what is built
 // against the installed torch (_c10d); _ops stands on the stable ABI and needs none of it.
 #pragma once
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import legal, reduced, same, values
+from model import check, expected, legal, values
 
 FAKE = Path(__file__).parents[2] / "build" / str(sys.implementation.cache_tag) / "tests" / "fake_cuda.so"
 LARGE = 300_001  # elements: beyond what goes by way of the host, in every type but bytes
@@ -66,6 +66,10 @@ class RealDevice:
         torch.cuda.current_stream().synchronize()
 
 
+def counted(rank: int, n: int) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.float32) % 1000 + rank
+
+
 def device(fake: bool) -> Any:
     return FakeDevice() if fake else RealDevice()
 
@@ -86,7 +90,7 @@ def every_collective(rank: int, world: int, fake: bool) -> None:
 
 
 def _every_collective(on: Any, rank: int, world: int, dtype: torch.dtype, n: int, strided: bool) -> None:
-    inputs = [values(r, n, dtype) for r in range(world)]
+    inputs = [values(dtype, r, n) for r in range(world)]
     what = (dtype, n, strided)
 
     def fresh(count: int = n) -> torch.Tensor:
@@ -95,55 +99,55 @@ def _every_collective(on: Any, rank: int, world: int, dtype: torch.dtype, n: int
     def mine() -> torch.Tensor:
         return _put_strided(on, inputs[rank], strided)
 
-    def check(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-        same(actual.cpu(), expected, (name, *what))
+    def same(actual: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+        check(actual.cpu(), wanted, (name, *what))
 
     for op in ("SUM", "AVG", "MAX", "PRODUCT", "BXOR"):
         if not legal(dtype, op):
             continue
         tensor = mine()
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
-        check(tensor, reduced(inputs, op), f"all_reduce {op}")
-    total = reduced(inputs, "SUM")
+        same(tensor, expected(dtype, op, range(world), n), f"all_reduce {op}")
+    total = expected(dtype, "SUM", range(world), n)
     tensor = mine()
     dist.broadcast(tensor, world - 1)
-    check(tensor, inputs[world - 1], "broadcast")
+    same(tensor, inputs[world - 1], "broadcast")
     tensor = mine()
     dist.reduce(tensor, 0)
-    check(tensor, total if rank == 0 else inputs[rank], "reduce")
+    same(tensor, total if rank == 0 else inputs[rank], "reduce")
     outs = [fresh() for _ in range(world)]
     dist.all_gather(outs, mine())
     for r in range(world):
-        check(outs[r], inputs[r], "all_gather")
+        same(outs[r], inputs[r], "all_gather")
     out = on.put(torch.zeros(n * world).to(dtype))
     dist.all_gather_into_tensor(out, on.put(inputs[rank]))
-    check(out, torch.cat(inputs), "all_gather_into_tensor")
+    same(out, torch.cat(inputs), "all_gather_into_tensor")
     out = fresh()
     dist.reduce_scatter(out, [mine() for _ in range(world)])
-    check(out, total, "reduce_scatter")
+    same(out, total, "reduce_scatter")
     out = on.put(torch.zeros(n).to(dtype))
     dist.reduce_scatter_tensor(out, on.put(inputs[rank].repeat(world)))
-    check(out, total, "reduce_scatter_tensor")
+    same(out, total, "reduce_scatter_tensor")
     outs = [fresh() for _ in range(world)] if rank == 0 else []
     dist.gather(mine(), outs or None, dst=0)
     for r, gathered in enumerate(outs):
-        check(gathered, inputs[r], "gather")
+        same(gathered, inputs[r], "gather")
     out = fresh()
     dist.scatter(out, [_put_strided(on, one, strided) for one in inputs] if rank == 0 else None, src=0)
-    check(out, inputs[rank], "scatter")
+    same(out, inputs[rank], "scatter")
     outs = [fresh() for _ in range(world)]
     dist.all_to_all(outs, [mine() for _ in range(world)])
     for r in range(world):
-        check(outs[r], inputs[r], "all_to_all")
+        same(outs[r], inputs[r], "all_to_all")
     counts = [n if (rank + r) % 2 else n // 3 for r in range(world)]  # the same from both ends
     out = on.put(torch.zeros(sum(counts)).to(dtype))
     dist.all_to_all_single(out, on.put(torch.cat([inputs[rank][:c] for c in counts])), counts, counts)
-    check(out, torch.cat([inputs[r][: counts[r]] for r in range(world)]), "all_to_all_single")
+    same(out, torch.cat([inputs[r][: counts[r]] for r in range(world)]), "all_to_all_single")
     tensor, host = mine(), inputs[rank].clone()  # both kinds of tensors in one sequence
     works = [dist.all_reduce(tensor, async_op=True), dist.all_reduce(host, async_op=True)]
     for work in works:
         work.wait()
-    check(tensor, total, "cuda before cpu")
+    same(tensor, total, "cuda before cpu")
     same(host, total, "cpu after cuda")
 
 
@@ -208,18 +212,24 @@ def messages(rank: int, world: int, fake: bool) -> None:
     peer = 1 - rank
     for n in (0, 1, 1000, LARGE):
         for strided in (False, True):
-            sent = [_put_strided(on, values(rank, n, torch.float32) + tag, strided) for tag in range(3)]
+            sent = [_put_strided(on, counted(rank, n) + tag, strided) for tag in range(3)]
             got = [_put_strided(on, torch.zeros(n), strided) for _ in range(3)]
             works = [dist.isend(sent[tag], peer, tag=tag) for tag in range(3)]
             works += [dist.irecv(got[tag], peer, tag=tag) for tag in (2, 0, 1)]
             for work in works:
                 work.wait()
             for tag in range(3):
-                assert torch.equal(got[tag].cpu(), values(peer, n, torch.float32) + tag), (n, strided, tag)
+                assert torch.equal(got[tag].cpu(), counted(peer, n) + tag), (n, strided, tag)
     late, other, host = on.put(torch.zeros(LARGE)), on.put(torch.zeros(LARGE)), torch.zeros(1)
     on.fill_late(late, 5.0)
     ops = [dist.P2POp(dist.isend, late, peer), dist.P2POp(dist.irecv, other, peer)]
     works = dist.batch_isend_irecv(ops)
+    future = works[0].get_future()
+    future.wait()
+    seen = on.put(torch.zeros(LARGE))
+    on.copy(seen, future.value()[1])
+    on.synchronize()
+    assert torch.equal(seen.cpu(), torch.full((LARGE,), 5.0))
     # One of the host with the same tag does not overtake it.
     works += [dist.irecv(host, peer), dist.isend(torch.ones(1), peer)]
     for work in works:

@@ -278,7 +278,9 @@ TEST_CASE("board: who does not come to the first collective is named") {
 
 TEST_CASE("board: a rank that left before the first collective, and lives on in another group, is missed at once") {
   World world(2);
-  GroupOptions other{random_id(), 0, {world.hubs[1]->self()}, {}};
+  GroupOptions other;
+  other.id = random_id();
+  other.members = {world.hubs[1]->self()};
   auto alone = Group::join(world.hubs[1], other);  // so that the hub stays
   REQUIRE(alone.is_ok());
   world.groups[1]->leave(Deadline::after_ms(2000));

@@ -19,15 +19,21 @@ struct World {
   int64_t timeout_ms = 20'000;
 
   explicit World(int n, std::vector<std::string> transports = {"local", "shm", "tcp"}, bool one_host = true)
-      : scratch(n) {
+      : World(hosts(n, one_host), "", std::move(transports)) {}
+  // host_of[r]: the number of rank r's host; `algorithms`: what Algorithms::parse() takes.
+  explicit World(const std::vector<int>& host_of, std::string_view algorithms = "",
+                 std::vector<std::string> transports = {"local", "shm", "tcp"})
+      : scratch(host_of.size()) {
+    const int n = static_cast<int>(host_of.size());
     HubOptions options;
     options.token = "secret";
     options.transports = std::move(transports);
     GroupOptions group;
     group.id = random_id();
+    group.algorithms = Algorithms::parse(algorithms).value();
     for (int rank = 0; rank < n; ++rank) {
       options.name = "rank" + std::to_string(rank);
-      if (!one_host) options.host_id = "host" + std::to_string(rank);
+      options.host_id = "host" + std::to_string(host_of[rank]);
       auto hub = Hub::create(options);
       REQUIRE_MESSAGE(hub.is_ok(), hub.status().to_string());
       hubs.push_back(*hub);
@@ -39,6 +45,11 @@ struct World {
       REQUIRE_MESSAGE(joined.is_ok(), joined.status().to_string());
       groups.push_back(*joined);
     }
+  }
+  static std::vector<int> hosts(int n, bool one) {
+    std::vector<int> out(n);
+    for (int rank = 0; rank < n && !one; ++rank) out[rank] = rank;
+    return out;
   }
   ~World() {
     each([](Group& group) { group.leave(Deadline::after_ms(2000)); });

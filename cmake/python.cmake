@@ -70,3 +70,13 @@ if(c10d_sources)
                                            TM_BUILT_TORCH="${torch_version}")
   target_link_libraries(_c10d PRIVATE torch torch_cpu c10 torch_python Python::Module)
 endif()
+
+# A CUDA device for the tests of _c10d, where there is none (csrc/tests/torch/fake_cuda.cpp).
+if(c10d_sources AND TM_TESTS)
+  tm_torch_module(fake_cuda csrc/tests/torch/fake_cuda.cpp)
+  set_target_properties(fake_cuda PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests
+                                             INSTALL_RPATH ${package_dir} EXCLUDE_FROM_ALL OFF)
+  target_include_directories(fake_cuda PRIVATE csrc/tests)
+  target_compile_definitions(fake_cuda PRIVATE TORCH_EXTENSION_NAME=fake_cuda TORCH_API_INCLUDE_EXTENSION_H)
+  target_link_libraries(fake_cuda PRIVATE torch torch_cpu c10 torch_python Python::Module)
+endif()

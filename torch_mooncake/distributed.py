@@ -89,6 +89,8 @@ def MooncakeBackendOptions(
     host: str = "",
     host_id: str = "",
     transports: tuple[str, ...] = ("local", "shm", "tcp"),
+    cuda: str = "mooncake",
+    cuda_staged_bytes: int = 256 << 10,
     heartbeat_s: float = 0.5,
     heartbeat_timeout_s: float = 5.0,
 ) -> Any:
@@ -98,8 +100,16 @@ def MooncakeBackendOptions(
     host_id: ranks with equal ids may share memory (default: TM_HOST_ID, else the boot id). transports: what may carry
     bytes, in order of preference. heartbeat_s, heartbeat_timeout_s: how often native threads tell the other ranks that
     this process lives, and the silence after which a rank is lost; those of the process' first group count.
+    cuda: who runs collectives of CUDA tensors: "mooncake", or "nccl" for those that are dense and contiguous, of types
+    and operations that NCCL knows (torch must have been built with it; messages stay with mooncake).
+    cuda_staged_bytes: collectives of CUDA tensors of up to so many bytes in all go through memory of the host, larger
+    ones from device to device; the same on all ranks.
     """
     _c10d = _load()
+    if cuda not in ("mooncake", "nccl"):
+        raise ValueError(f"cuda must be 'mooncake' or 'nccl', not {cuda!r}")
+    if cuda == "nccl":
+        _check_nccl()
     options = _c10d.MooncakeBackendOptions(
         host=host,
         host_id=host_id,
@@ -107,9 +117,39 @@ def MooncakeBackendOptions(
         heartbeat=datetime.timedelta(seconds=heartbeat_s),
         heartbeat_timeout=datetime.timedelta(seconds=heartbeat_timeout_s),
     )
+    options.cuda = cuda
+    options.cuda_staged_bytes = cuda_staged_bytes
     if timeout is not None:
         options._timeout = timeout
     return options
+
+
+def _check_nccl() -> None:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            f"MooncakeBackendOptions(cuda='nccl') needs a torch with NCCL, and torch {torch.__version__} has none"
+        )
+
+
+def _with_nccl(_c10d: Any, backend: Any, backend_options: Any, options: Any) -> Any:
+    """The same group once more, by NCCL, for dense collectives of CUDA tensors."""
+    import torch.distributed as dist
+
+    _check_nccl()
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options._timeout = options._timeout
+    nccl_options.global_ranks_in_group = list(backend_options.global_ranks_in_group)
+    nccl_options.group_name = backend_options.group_id
+    nccl = dist.ProcessGroupNCCL(
+        dist.PrefixStore("tm/nccl", backend_options.store),
+        backend_options.group_rank,
+        backend_options.group_size,
+        nccl_options,
+    )
+    return _c10d.DenseByNccl(mooncake=backend, nccl=nccl)
 
 
 def _create(backend_options: Any, pg_options: Any) -> Any:
@@ -124,13 +164,16 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(pg_options).__name__}")
     options.host = options.host or listen_host()
     options.host_id = options.host_id or os.environ.get("TM_HOST_ID", "")
-    return _c10d.MooncakeBackend(
+    backend = _c10d.MooncakeBackend(
         store=backend_options.store,
         rank=backend_options.group_rank,
         size=backend_options.group_size,
         global_ranks=list(backend_options.global_ranks_in_group),
         options=options,
     )
+    if options.cuda == "nccl":
+        return _with_nccl(_c10d, backend, backend_options, options)
+    return backend
 
 
 # ---- ranks that come and go

@@ -46,12 +46,16 @@ class TM_API Scratch {
   std::unique_ptr<Scratch> inner_;
 };
 
+class Device;
+
 struct TM_API Call {
   Group& group;
   uint64_t seq;  // equal on all ranks: what keeps messages of different calls apart
   Deadline deadline;
   Scratch& scratch;
   const Team* team = nullptr;  // who takes part; null: all ranks of the group
+  // Whose memory the pointers of the collective are (device.h); null: the host's. Of all ranks, not of a team.
+  Device* device = nullptr;
 
   // Members of the team are numbered from 0.
   int size() const { return team ? team->size() : group.size(); }

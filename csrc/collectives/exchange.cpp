@@ -1,21 +1,26 @@
 #include "collectives/exchange.h"
 
+#include "collectives/device.h"
 #include "common/log.h"
 
 namespace torch_mooncake::coll {
+namespace {
+std::shared_ptr<void> keep_of(const Call& call) { return call.device ? call.device->keep() : nullptr; }
+Place place_of(const Call& call) { return call.device ? Place::cuda : Place::host; }
+}  // namespace
 
 Exchange::~Exchange() {
   if (!requests_.empty()) call_back({Code::cancelled, "an earlier step of the collective failed"});
 }
 
 RequestPtr Exchange::send(int to, const void* data, uint64_t nbytes) {
-  return requests_.emplace_back(
-      call_.group.send(call_.member(to), Channel::collective, call_.seq, data, nbytes, call_.deadline));
+  return requests_.emplace_back(call_.group.send(call_.member(to), Channel::collective, call_.seq, data, nbytes,
+                                                 call_.deadline, keep_of(call_), place_of(call_)));
 }
 
 RequestPtr Exchange::receive(int from, void* data, uint64_t nbytes) {
-  return requests_.emplace_back(
-      call_.group.receive(call_.member(from), Channel::collective, call_.seq, data, nbytes, call_.deadline));
+  return requests_.emplace_back(call_.group.receive(call_.member(from), Channel::collective, call_.seq, data, nbytes,
+                                                    call_.deadline, keep_of(call_), place_of(call_)));
 }
 
 Status Exchange::wait_for(std::span<const RequestPtr> some) {

@@ -15,6 +15,10 @@ std::vector<std::string> hosts_of(const std::vector<Member>& members) {
   for (const auto& member : members) out.push_back(member.host_id);
   return out;
 }
+Result<RegionPtr> registered_at(Engine& engine, Place place, void* data, uint64_t nbytes, RegionOptions options) {
+  return place == Place::cuda ? engine.register_cuda(data, nbytes, std::move(options))
+                              : engine.register_memory(data, nbytes, std::move(options));
+}
 }  // namespace
 
 Result<GroupPtr> Group::join(HubPtr hub, GroupOptions options) {
@@ -140,7 +144,7 @@ Result<rpc::SessionPtr> Group::session_with(int rank, Deadline deadline) {
 }
 
 RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, uint64_t nbytes, Deadline deadline,
-                       std::shared_ptr<void> keep) {
+                       std::shared_ptr<void> keep, Place place) {
   if (to < 0 || to >= size() || to == rank()) {
     return Request::ended_with(
         to, {Code::invalid_argument, "cannot send to rank " + std::to_string(to) + ": this is rank " +
@@ -159,7 +163,7 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
   const rpc::SessionPtr session = (*link)->current();
   const Envelope envelope{id(), static_cast<uint32_t>(rank()), channel, tag};
   const auto cost = static_cast<int64_t>(nbytes + 64);
-  if (nbytes <= kEagerBytes) {
+  if (nbytes <= (place == Place::host ? kEagerBytes : 0)) {
     if ((*link)->credit.fetch_sub(cost) >= cost) {
       ByteWriter out;
       envelope.encode(out);
@@ -176,8 +180,8 @@ RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, 
   Ready ready{envelope, 0, nbytes, {}};
   RegionPtr region;
   if (nbytes > 0) {
-    auto registered = engine().register_memory(const_cast<void*>(data), nbytes,
-                                               {.readable = true, .writable = false, .keep = keep, .label = "send"});
+    auto registered = registered_at(engine(), place, const_cast<void*>(data), nbytes,
+                                    {.readable = true, .writable = false, .keep = keep, .label = "send"});
     if (!registered.is_ok()) return Request::ended_with(to, registered.status());
     region = *registered;
     ready.descriptor = region->descriptor();
@@ -248,13 +252,13 @@ void Group::on_taken(const Verdict& verdict) {
 // ---- receiving
 
 RequestPtr Group::receive(int from, Channel channel, uint64_t tag, void* data, uint64_t nbytes, Deadline deadline,
-                          std::shared_ptr<void> keep) {
+                          std::shared_ptr<void> keep, Place place) {
   if (from != kAnySource && (from < 0 || from >= size() || from == rank())) {
     return Request::ended_with(from, {Code::invalid_argument, "cannot receive from rank " + std::to_string(from)});
   }
   const Key key{channel, tag};
   auto request = std::make_shared<Request>(from, channel == Channel::p2p ? hub_->progress() : nullptr, std::move(keep));
-  const Posted posted{from, request, static_cast<std::byte*>(data), nbytes, deadline, channel};
+  const Posted posted{from, request, static_cast<std::byte*>(data), nbytes, deadline, channel, place};
   if (channel == Channel::collective) {
     if (Status why = trouble(); !why.is_ok()) return Request::ended_with(from, why);
   }
@@ -367,6 +371,10 @@ void Group::complete(const Posted& posted, Arrival arrival) {
     if (nbytes != posted.nbytes) {
       status = {Code::layout_mismatch, name_of(arrival.source) + " sent " + std::to_string(nbytes) +
                                            " bytes, the receive buffer has " + std::to_string(posted.nbytes)};
+    } else if (nbytes > 0 && posted.place == Place::cuda) {
+      status = {Code::unsupported, name_of(arrival.source) +
+                                       " sent from memory of its host, the receive buffer is on a "
+                                       "CUDA device"};
     } else if (nbytes > 0) {
       std::memcpy(posted.data, arrival.body.data() + arrival.payload_at, nbytes);
     }
@@ -394,8 +402,12 @@ void Group::read(const Posted& posted, const Arrival& arrival, bool may_block) {
   }
   auto remote = peer->open(ready.descriptor, posted.deadline);
   if (!remote.is_ok()) return end_read(posted, arrival, nullptr, remote.status().with(name_of(arrival.source)));
-  auto local = engine().register_memory(posted.data, posted.nbytes,
-                                        {.readable = false, .writable = false, .keep = nullptr, .label = "receive"});
+  // A device that hangs may write after the read has ended: the region keeps such memory.
+  auto local = registered_at(engine(), posted.place, posted.data, posted.nbytes,
+                             {.readable = false,
+                              .writable = false,
+                              .keep = posted.place == Place::cuda ? posted.request->keep() : nullptr,
+                              .label = "receive"});
   if (!local.is_ok()) return end_read(posted, arrival, nullptr, local.status());
 
   OpOptions options;

@@ -39,6 +39,10 @@ class Board;
 
 inline constexpr int kAnySource = -1;
 
+// Where the bytes of a message lie. On a CUDA device only engines touch them, so they never travel eagerly, and a
+// receive there takes no message that did (the sender's bytes are on the host then, and few).
+enum class Place : uint8_t { host, cuda };
+
 struct GroupOptions {
   Id128 id{};
   int rank = 0;
@@ -84,9 +88,9 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
 
   // `data` stays valid (held by `keep`, or by the caller) until the request has ended.
   RequestPtr send(int to, Channel channel, uint64_t tag, const void* data, uint64_t nbytes, Deadline deadline,
-                  std::shared_ptr<void> keep = nullptr);
+                  std::shared_ptr<void> keep = nullptr, Place place = Place::host);
   RequestPtr receive(int from, Channel channel, uint64_t tag, void* data, uint64_t nbytes, Deadline deadline,
-                     std::shared_ptr<void> keep = nullptr);
+                     std::shared_ptr<void> keep = nullptr, Place place = Place::host);
 
   // The ranks that pending collectives wait for, as text: "rank 1, rank 3".
   std::string awaited() const;
@@ -130,6 +134,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
     uint64_t nbytes;
     Deadline deadline;
     Channel channel;
+    Place place;
   };
   struct Sending {
     int to;

@@ -7,6 +7,7 @@
 #include "collectives/board.h"
 #include "collectives/by_host.h"
 #include "collectives/collectives.h"
+#include "collectives/device.h"
 #include "collectives/exchange.h"
 #include "memory/copy.h"
 
@@ -174,6 +175,7 @@ Status monitored_barrier(const Call& call) {
 
 Status broadcast(const Call& call, void* data, uint64_t nbytes, int root) {
   TM_TRY(check_root(call, root));
+  if (call.device) return on_device::broadcast(call, data, nbytes, root);
   if (call.size() == 1) return {};
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::broadcast, nbytes, nbytes));
@@ -199,6 +201,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
   const int n = call.size();
   const int rank = call.rank();
   TM_TRY(check_own(call, in.nbytes, out[rank].nbytes));
+  if (call.device) return on_device::all_gather(call, in, out);
   uint64_t most = 0;
   Agreed sizes;
   for (const Piece& piece : out) {
@@ -230,6 +233,7 @@ Status all_gather(const Call& call, ConstPiece in, std::span<const Piece> out) {
 Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void* const> out, int root) {
   TM_TRY(check_root(call, root));
   if (call.rank() == root) TM_TRY(check_count(call, out.size(), "outputs"));
+  if (call.device) return on_device::gather(call, in, nbytes, out, root);
   Turn turn(call);
   TM_TRY(turn.begin(Board::Kind::gather, nbytes, nbytes));
   if (turn.on_board()) {
@@ -256,6 +260,7 @@ Status gather(const Call& call, const void* in, uint64_t nbytes, std::span<void*
 Status scatter(const Call& call, std::span<const void* const> in, void* out, uint64_t nbytes, int root) {
   TM_TRY(check_root(call, root));
   if (call.rank() == root) TM_TRY(check_count(call, in.size(), "inputs"));
+  if (call.device) return on_device::scatter(call, in, out, nbytes, root);
   const auto n = static_cast<uint64_t>(call.size());
   const uint64_t all = nbytes > Board::kSlotBytes[Board::kSmall] ? UINT64_MAX : nbytes * n;
   Turn turn(call);
@@ -291,6 +296,7 @@ Status all_to_all(const Call& call, std::span<const ConstPiece> in, std::span<co
   const int n = call.size();
   const int rank = call.rank();
   TM_TRY(check_own(call, in[rank].nbytes, out[rank].nbytes));
+  if (call.device) return on_device::all_to_all(call, in, out);
   Turn turn(call);
   const uint64_t sizes = static_cast<uint64_t>(n) * sizeof(uint64_t);
   TM_TRY(turn.begin(Board::Kind::all_to_all, sizes, sizes));

@@ -7,6 +7,7 @@
 #include "collectives/board.h"
 #include "collectives/by_host.h"
 #include "collectives/collectives.h"
+#include "collectives/device.h"
 #include "collectives/reduce.h"
 
 namespace torch_mooncake::coll {
@@ -130,6 +131,7 @@ Status reduce_scatter_on_board(const Call& call, std::span<const ConstPiece> in,
 
 Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op) {
   TM_TRY(check_reducible(dtype, op));
+  if (call.device) return on_device::all_reduce(call, data, count, dtype, op);
   if (call.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
@@ -147,6 +149,7 @@ Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, Red
 Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceOp op, int root) {
   TM_TRY(check_reducible(dtype, op));
   if (root < 0 || root >= call.size()) return {Code::invalid_argument, "root " + std::to_string(root)};
+  if (call.device) return on_device::reduce(call, data, count, dtype, op, root);
   if (call.size() == 1) return {};
   const uint64_t nbytes = count * item_bytes(dtype);
   Turn turn(call);
@@ -175,6 +178,7 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
   if (in.size() != static_cast<size_t>(n)) return {Code::invalid_argument, "reduce_scatter needs one input a rank"};
   if (in[rank].nbytes != out.nbytes)
     return {Code::invalid_argument, "reduce_scatter: own input and output differ in size"};
+  if (call.device) return on_device::reduce_scatter(call, in, out, dtype, op);
   uint64_t longest = 0, total = 0;
   Agreed sizes;
   for (const auto& piece : in) {

@@ -14,6 +14,13 @@ constexpr int64_t kLeaveMs = 2000;
 
 [[noreturn]] void raise(const std::string& text) { C10_THROW_ERROR(DistBackendError, "mooncake: " + text); }
 
+// One that its streams wait for, or the host.
+template <typename... Args>
+c10::intrusive_ptr<CollectiveWork> make_collective_work(const DeviceOpPtr& on, Args&&... args) {
+  if (!on) return c10::make_intrusive<CollectiveWork>(std::forward<Args>(args)...);
+  return c10::make_intrusive<OnStream<CollectiveWork>>(on->context(), on->gate(), std::forward<Args>(args)...);
+}
+
 }  // namespace
 
 MooncakeBackend::MooncakeBackend(int rank, int size, c10::intrusive_ptr<Options> options, coll::SeatsPtr seats)
@@ -25,7 +32,9 @@ MooncakeBackend::~MooncakeBackend() { shutdown(); }
 
 void MooncakeBackend::shutdown() {
   WithoutGil without_gil;
+  settle_devices();
   seats_->close(Deadline::after_ms(kLeaveMs));
+  pending_messages_->flush();
   executor_.stop();
   finisher_->stop();
 }
@@ -35,14 +44,16 @@ void MooncakeBackend::abort() {
   const Status why(Code::cancelled, "the process group was aborted");
   seats_->cancel(why);
   seats_->group()->abort(why);
+  pending_messages_->flush();
 }
 
 Status MooncakeBackend::run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline,
-                                 std::exception_ptr& raised) {
+                                 DeviceOp* on, std::exception_ptr& raised) {
   TM_TRY(group.trouble());
   Status status;
   try {
-    status = body(coll::Call{group, sequence, deadline, scratch_});
+    const coll::Call call{group, sequence, deadline, scratch_};
+    status = on ? on->run(call, body) : body(call);
   } catch (...) {  // torch ran out of memory, say: the other ranks wait in vain for our part
     raised = std::current_exception();
     status = {Code::internal, "an exception on this rank"};
@@ -59,22 +70,31 @@ Status MooncakeBackend::run_body(coll::Group& group, const Body& body, uint64_t 
 
 WorkPtr MooncakeBackend::run(Plan plan, Body body) {
   for (size_t i = 0; i < plan.outputs.size() && !plan.reads_only; ++i) check_writable(plan.outputs[i], plan.name);
+  const DeviceOpPtr on = device_op_of(plan);
   std::unique_lock order(order_mutex_);
   const coll::GroupPtr group = seats_->group();
   const uint64_t sequence = ++sequence_;
   std::string what =
       std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group->name_of(group->rank());
+<<<<<<< HEAD
   auto work = c10::make_intrusive<CollectiveWork>(group, plan.type, plan.title, std::move(what), sequence, plan.outputs,
                                                   plan.inputs);
   const Deadline deadline = deadline_of(plan.timeout);
   auto task = [this, work, group, body = std::move(body), sequence, deadline] {
+=======
+  auto work =
+      make_collective_work(on, group, plan.type, plan.title, std::move(what), sequence, plan.outputs, plan.inputs);
+  const Deadline deadline = Deadline::after_ms(timeout_or_default(plan.timeout).count());
+  auto task = [this, work, group, on, body = std::move(body), sequence, deadline] {
+>>>>>>> h-cuda
     std::exception_ptr raised;
     work->begin();
-    const Status status = run_body(*group, body, sequence, deadline, raised);
+    const Status status = run_body(*group, body, sequence, deadline, on.get(), raised);
     raised ? work->end(raised) : work->end(status);
+    if (on) on->gate()->open();  // however it ended
     if (onCompletionHook_) tell_hook(*work);
   };
-  if (!executor_.submit(std::move(task), !plan.async, &order)) raise("the process group was shut down");
+  if (!executor_.submit(std::move(task), !plan.async && !on, &order)) raise("the process group was shut down");
   if (order.owns_lock()) order.unlock();
   std::lock_guard lock(coalescing_mutex_);
   if (coalescing_) coalesced_.push_back(work);
@@ -120,15 +140,36 @@ WorkPtr MooncakeBackend::message(bool sending, TensorList& tensors, int peer, in
     if (!sending) staging = memory;
   }
   auto keep = std::make_shared<at::Tensor>(memory);
+  const DeviceContextPtr on = tensor.is_cuda() ? context_of(tensor.device()) : nullptr;
   const auto type = sending ? c10d::OpType::SEND : (any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV);
   const char* title = sending ? "mooncake:send" : (any ? "mooncake:recvAnySource" : "mooncake:recv");
-  auto work = c10::make_intrusive<MessageWork>(group, type, title, std::move(what), number, tensor, staging, finisher_);
   const Deadline deadline = Deadline::after_ms(options_->timeout.count());
-  const auto channel = coll::Channel::p2p;
-  const auto wire_tag = static_cast<uint64_t>(tag);
-  work->follow(
-      sending ? group->send(peer, channel, wire_tag, memory.const_data_ptr(), memory.nbytes(), deadline, keep)
-              : group->receive(peer, channel, wire_tag, memory.mutable_data_ptr(), memory.nbytes(), deadline, keep));
+  // Messages of CUDA tensors wait for a stream first, and are not overtaken by others: they match only one another.
+  const auto wire_tag = static_cast<uint64_t>(tag) | (on ? uint64_t{1} << 32 : 0);
+  auto post = [=] {
+    constexpr auto channel = coll::Channel::p2p;
+    const auto place = on ? coll::Place::cuda : coll::Place::host;
+    return sending
+               ? group->send(peer, channel, wire_tag, memory.const_data_ptr(), memory.nbytes(), deadline, keep, place)
+               : group->receive(peer, channel, wire_tag, memory.mutable_data_ptr(), memory.nbytes(), deadline, keep,
+                                place);
+  };
+  WorkPtr work;
+  if (on) {
+    const auto gate = on->gate(name);
+    auto message = c10::make_intrusive<OnStream<DeviceMessage>>(on, gate, group, type, title, std::move(what), number,
+                                                                tensor, staging, on, gate, finisher_);
+    pending_messages_->add({sending, peer, tag}, gate, finisher_, [message, gate, post, peer] {
+      const auto before = gate->reached();
+      message->follow(before.is_ok() ? post() : coll::Request::ended_with(peer, before.status()));
+    });
+    work = message;
+  } else {
+    auto message =
+        c10::make_intrusive<MessageWork>(group, type, title, std::move(what), number, tensor, staging, finisher_);
+    message->follow(post());
+    work = message;
+  }
   std::lock_guard lock(coalescing_mutex_);
   if (coalescing_) coalesced_.push_back(work);
   return work;

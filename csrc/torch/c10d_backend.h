@@ -1,9 +1,9 @@
 // MooncakeBackend: torch.distributed's "mooncake", a c10d::Backend over csrc/collectives.
 //
-// One object serves all tensors of a group. CPU tensors only so far: any other device raises NotImplementedError before
-// anything is sent. Collectives run one after another on the group's executor; sends and receives go their own way, so
-// that a pending isend/irecv never holds up a collective or another message. A synchronous collective with nothing
-// before it runs on the caller's thread. The GIL is never taken.
+// One object serves all tensors of a group, on the CPU and on CUDA devices (c10d_device.h); any other device raises
+// NotImplementedError before anything is sent. Collectives run one after another on the group's executor; sends and
+// receives go their own way, so that a pending isend/irecv never holds up a collective or another message. A
+// synchronous collective with nothing before it runs on the caller's thread. The GIL is never taken.
 //
 // Ownership: works keep their tensors and the group. Threads: every method is safe from any thread; the order of
 // collectives is the order of the calls. Errors: arguments that make no sense raise at the call; what fails later is
@@ -22,6 +22,7 @@
 
 #include "collectives/collectives.h"
 #include "collectives/seats.h"
+#include "torch/c10d_device.h"
 #include "torch/c10d_work.h"
 
 namespace torch_mooncake::dist {
@@ -33,9 +34,11 @@ class MooncakeBackend final : public c10d::Backend {
     std::string host = "127.0.0.1";  // address this rank listens on
     std::string host_id;             // empty: the boot id; equal ids may share memory
     std::vector<std::string> transports = {"local", "shm", "tcp"};
-    Ms heartbeat{500};           // period; this and the next are those of the process' first group
-    Ms heartbeat_timeout{5000};  // silence after which a rank is lost
-    std::string join;            // what contact() of a running group said: take the place of a rank of it
+    std::string cuda = "mooncake";           // who runs dense collectives of CUDA tensors; or "nccl"
+    uint64_t cuda_staged_bytes = 256 << 10;  // up to so much they go by way of the host; equal on all ranks
+    Ms heartbeat{500};                       // period; this and the next are those of the process' first group
+    Ms heartbeat_timeout{5000};              // silence after which a rank is lost
+    std::string join;                        // what contact() of a running group said: take the place of a rank of it
   };
   using BackendPtr = c10::intrusive_ptr<Backend>;
 
@@ -129,11 +132,15 @@ class MooncakeBackend final : public c10d::Backend {
     bool async;
     TensorList outputs;
     TensorList inputs;
-    bool reads_only = false;  // on this rank: nothing comes into `outputs`
+    bool reads_only = false;                 // on this rank: nothing comes into `outputs`
+    std::optional<c10::Device> device = {};  // without tensors: whose current stream it comes after
   };
   WorkPtr run(Plan plan, Body body);
-  Status run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline,
+  Status run_body(coll::Group& group, const Body& body, uint64_t sequence, Deadline deadline, DeviceOp* on,
                   std::exception_ptr& raised);
+  DeviceContextPtr context_of(c10::Device device);
+  void settle_devices();
+  DeviceOpPtr device_op_of(const Plan& plan);  // null: it is on the host
   void tell_hook(const CollectiveWork& work);
   WorkPtr message(bool sending, TensorList& tensors, int peer, int tag);
   WorkPtr joint(std::vector<WorkPtr> works);
@@ -152,6 +159,9 @@ class MooncakeBackend final : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> messages_{0};
   coll::Scratch scratch_;  // the executor's
+  std::mutex devices_mutex_;
+  std::map<c10::DeviceIndex, DeviceContextPtr> devices_;
+  const std::shared_ptr<PendingMessages> pending_messages_ = std::make_shared<PendingMessages>();
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;

@@ -93,6 +93,14 @@ Status all_reduce_one(const Call& call, const at::Tensor& tensor, const c10d::Re
 // Sparse (COO) sums: every rank collects all indices and values, and adds them up in rank order.
 Status all_reduce_sparse(const Call& call, const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
+  if (call.device) {  // by way of the host
+    Call host = call;
+    host.device = nullptr;
+    const at::Tensor image = tensor.cpu();
+    TM_TRY(all_reduce_sparse(host, image));
+    tensor.copy_(image);
+    return {};
+  }
   const int n = call.group.size();
   const at::Tensor own = tensor.coalesce();
   const at::Tensor indices = own.indices().contiguous();  // int64 [sparse_dim, nnz]
@@ -172,8 +180,9 @@ WorkPtr MooncakeBackend::allreduce(TensorList& tensors, const c10d::AllreduceOpt
 }
 
 WorkPtr MooncakeBackend::allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) {
-  TORCH_CHECK_VALUE(tensors.size() == 1 && tensors[0].is_sparse() && tensors[0].device().is_cpu(),
-                    "mooncake: all_reduce_sparse: one sparse (COO) tensor on the CPU is expected");
+  TORCH_CHECK_VALUE(
+      tensors.size() == 1 && tensors[0].is_sparse() && (tensors[0].device().is_cpu() || tensors[0].device().is_cuda()),
+      "mooncake: all_reduce_sparse: one sparse (COO) tensor on cpu or cuda is expected");
   TORCH_CHECK_VALUE(opts.reduceOp.op_ == c10d::ReduceOp::SUM,
                     "mooncake: all_reduce: sparse tensors can only be summed");
   return run({OpType::_ALLREDUCE_SPARSE, "mooncake:sparse_all_reduce", "all_reduce (sparse)", opts.timeout,
@@ -471,7 +480,9 @@ WorkPtr MooncakeBackend::alltoall(TensorList& outputs, TensorList& inputs, const
 }
 
 WorkPtr MooncakeBackend::barrier(const c10d::BarrierOptions& opts) {
-  return run({OpType::BARRIER, "mooncake:barrier", "barrier", opts.timeout, opts.asyncOp, {}, {}},
+  std::optional<c10::Device> device;
+  if (opts.device && opts.device->is_cuda()) device = *opts.device;
+  return run({OpType::BARRIER, "mooncake:barrier", "barrier", opts.timeout, opts.asyncOp, {}, {}, false, device},
              [](const Call& call) { return coll::barrier(call); });
 }
 

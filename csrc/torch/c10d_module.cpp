@@ -3,7 +3,8 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "torch/c10d_backend.h"
+#include "torch/c10d_nccl.h"
+#include "torch/c10d_tensors.h"
 
 namespace py = pybind11;
 using torch_mooncake::dist::MooncakeBackend;
@@ -38,6 +39,8 @@ PYBIND11_MODULE(_c10d, m) {
       .def_readwrite("host", &MooncakeBackend::Options::host)
       .def_readwrite("host_id", &MooncakeBackend::Options::host_id)
       .def_readwrite("transports", &MooncakeBackend::Options::transports)
+      .def_readwrite("cuda", &MooncakeBackend::Options::cuda)
+      .def_readwrite("cuda_staged_bytes", &MooncakeBackend::Options::cuda_staged_bytes)
       .def_readwrite("heartbeat", &MooncakeBackend::Options::heartbeat)
       .def_readwrite("heartbeat_timeout", &MooncakeBackend::Options::heartbeat_timeout)
       .def_readwrite("join", &MooncakeBackend::Options::join)
@@ -68,6 +71,25 @@ PYBIND11_MODULE(_c10d, m) {
             self.monitoredBarrier(options, wait_all_ranks);
           },
           py::arg("timeout"), py::arg("wait_all_ranks") = false, py::call_guard<py::gil_scoped_release>());
+
+  using torch_mooncake::dist::DenseByNccl;
+  py::class_<DenseByNccl, c10d::Backend, c10::intrusive_ptr<DenseByNccl>>(
+      m, "DenseByNccl", "A MooncakeBackend whose dense collectives of CUDA tensors are a ProcessGroupNCCL's.")
+      .def(py::init([](DenseByNccl::Ptr mooncake, DenseByNccl::Ptr nccl) {
+             return c10::make_intrusive<DenseByNccl>(std::move(mooncake), std::move(nccl));
+           }),
+           py::arg("mooncake"), py::arg("nccl"))
+      .def_property_readonly("mooncake", &DenseByNccl::ours)
+      .def_property_readonly("nccl", &DenseByNccl::nccl);
+
+  m.def(
+      "_reduce_tensors",
+      [](const at::Tensor& out, const std::vector<at::Tensor>& in, const c10d::ReduceOp& op) {
+        using namespace torch_mooncake::dist;
+        reduce_tensors(out, in, dtype_of(out, "reduce"), reduce_op_of(op, out, "reduce"));
+      },
+      py::arg("out"), py::arg("inputs"), py::arg("op"), py::call_guard<py::gil_scoped_release>(),
+      "What CUDA tensors are reduced with, on tensors of any device: for tests.");
 
   m.def(
       "leave_all",

@@ -9,8 +9,8 @@ namespace torch_mooncake::dist {
 
 void check_tensor(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK(tensor.defined(), "mooncake: ", op, ": undefined tensor");
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu(), "mooncake: ", op, ": tensors on ", tensor.device(),
-                              " are not supported yet, only on cpu");
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu() || tensor.device().is_cuda(), "mooncake: ", op, ": tensors on ",
+                              tensor.device(), " are not supported, only on cpu and cuda");
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, "mooncake: ", op, ": ", tensor.layout(),
                               " tensors are not supported, only dense ones");
 }

@@ -11,7 +11,7 @@
 
 namespace torch_mooncake::dist {
 
-void check_tensor(const at::Tensor& tensor, const char* op);    // dense, CPU
+void check_tensor(const at::Tensor& tensor, const char* op);    // dense, CPU or CUDA
 void check_writable(const at::Tensor& tensor, const char* op);  // no element of it is two (an expanded tensor)
 // The one tensor of an argument that is a list for historical reasons.
 const at::Tensor& only(const TensorList& tensors, const char* op);

@@ -2,7 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 namespace torch_mooncake::dist {
 namespace {
@@ -193,6 +197,10 @@ bool JointWork::wait(Ms timeout) {
   return true;
 }
 
+void JointWork::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
 TensorList JointWork::result() {
   TensorList out;
   for (const auto& work : works_) {
@@ -202,15 +210,29 @@ TensorList JointWork::result() {
 }
 
 FuturePtr JointWork::getFuture() {
-  auto all = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   c10::List<FuturePtr> futures(c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
-  for (const auto& work : works_) futures.push_back(work->getFuture());
+  std::vector<c10::Device> devices;  // whose streams a callback runs behind
+  for (const auto& work : works_) {
+    futures.push_back(work->getFuture());
+    const FuturePtr future = futures.get(futures.size() - 1);
+    for (const auto& device : future->devices()) devices.push_back(device);
+  }
+  std::sort(devices.begin(), devices.end(), [](const auto& a, const auto& b) { return a.index() < b.index(); });
+  devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
+  auto all = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   auto self = c10::intrusive_ptr<JointWork>::reclaim_copy(this);
   c10::collectAll(futures)->addCallback([all, self](c10::ivalue::Future& done) {
     if (done.hasError()) return all->setError(done.exception_ptr());
+    // On streams of their own that wait for what the futures wait for, not on the caller's.
+    std::vector<c10::Stream> streams;
+    for (const auto& device : all->devices())
+      streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+    std::optional<c10::MultiStreamGuard> guard;
+    if (!streams.empty()) guard.emplace(streams);
     for (const c10::IValue& one : done.value().toList()) {
       auto future = one.toFuture();
       if (future->hasError()) return all->setError(future->exception_ptr());
+      future->wait();  // has ended
     }
     all->markCompleted(c10::IValue(self->result()));
   });

@@ -52,7 +52,7 @@ class BaseWork : public c10d::Work {
   std::atomic<int64_t> began_ns_{0}, ended_ns_{0};
 };
 
-class CollectiveWork final : public BaseWork {
+class CollectiveWork : public BaseWork {
  public:
   CollectiveWork(coll::GroupPtr group, c10d::OpType type, const char* title, std::string what, uint64_t seq,
                  TensorList outputs, const TensorList& inputs)
@@ -100,7 +100,8 @@ class JointWork final : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   bool wait(Ms timeout = kNoTimeout) override;
-  void synchronize() override {}
+  void synchronize() override;
+  void blockCurrentStream() override { synchronize(); }
   TensorList result() override;
   FuturePtr getFuture() override;
 

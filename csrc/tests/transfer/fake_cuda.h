@@ -39,6 +39,9 @@ class FakeCuda final : public transfer::CudaDriver {
   std::atomic<bool> no_flags{false};   // the device has no stream memory operations
   std::atomic<bool> broken{false};     // every event fails, as after an error that the device does not recover from
   std::function<void()> at_wait_flag;  // runs in it first
+  std::atomic<bool> captures{false};   // streams are being captured
+  // Memory allocated from now on is a fault to whoever touches it but the driver; see host().
+  std::atomic<bool> guarded{false};
   std::atomic<int> events_alive{0};
   std::atomic<bool> hang_pins{false}, no_pins{false};  // of host memory
 
@@ -68,15 +71,35 @@ class FakeCuda final : public transfer::CudaDriver {
       REQUIRE(ftruncate(fd->get(), static_cast<off_t>(round_up(n))) == 0);
       REQUIRE(mmap(memory + begin, round_up(n), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd->get(), 0) ==
               memory + begin);
+      char* alias = nullptr;
+      if (guarded) {
+        alias = static_cast<char*>(mmap(nullptr, round_up(n), PROT_READ | PROT_WRITE, MAP_SHARED, fd->get(), 0));
+        REQUIRE(alias != MAP_FAILED);
+        REQUIRE(mprotect(memory + begin, round_up(n), PROT_NONE) == 0);
+      }
       auto base = reinterpret_cast<uint64_t>(memory) + begin;
-      allocations_[base] = {{base, n, device, next_id_++}, std::move(fd), parts > 1};
+      allocations_[base] = {{base, n, device, next_id_++}, std::move(fd), parts > 1, alias};
     }
-    return std::shared_ptr<void>(memory, [this, room](void* p) {
+    return std::shared_ptr<void>(memory, [this, room, round_up](void* p) {
       std::lock_guard relock(mutex_);
       auto begin = reinterpret_cast<uint64_t>(p);
-      allocations_.erase(allocations_.lower_bound(begin), allocations_.lower_bound(begin + room));
+      auto first = allocations_.lower_bound(begin), last = allocations_.lower_bound(begin + room);
+      for (auto it = first; it != last; ++it)
+        if (it->second.alias) munmap(it->second.alias, round_up(it->second.where.nbytes));
+      allocations_.erase(first, last);
       munmap(p, room);
     });
+  }
+  // Where the driver itself, kernels and tests see what lies at that address of guarded memory; other memory is where
+  // it is. Bytes from there to the end of the allocation.
+  template <typename T>
+  T* host(T* address) {
+    auto at = reinterpret_cast<uint64_t>(address);
+    std::lock_guard lock(mutex_);
+    auto it = allocations_.upper_bound(at);
+    if (it == allocations_.begin() || at >= (--it)->first + it->second.where.nbytes || !it->second.alias)
+      return address;
+    return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(it->second.alias) + (at - it->first));
   }
   // A kernel.
   void queue(void* stream, std::function<void()> work) { static_cast<Stream*>(stream)->push(std::move(work)); }
@@ -101,10 +124,11 @@ class FakeCuda final : public transfer::CudaDriver {
         static_cast<Stream*>(stream)->failed = true;
         return;
       }
-      std::memcpy(dst, src, n);
+      std::memcpy(host(static_cast<char*>(dst)), host(static_cast<const char*>(src)), n);
     });
     return {};
   }
+  Result<bool> capturing(int, transfer::CudaStream) override { return captures.load(); }
   Result<transfer::CudaEvent> record(int, transfer::CudaStream stream) override {
     auto* event = new std::shared_ptr<Event>(std::make_shared<Event>());
     ++events_alive;
@@ -250,6 +274,7 @@ class FakeCuda final : public transfer::CudaDriver {
     transfer::CudaAllocation where;
     std::shared_ptr<UniqueFd> fd;
     bool from_handle;
+    char* alias;  // of guarded memory
   };
   uint64_t next_id_ = 1;
   std::map<uint64_t, Allocation> allocations_;

@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "common/api.h"
 #include "common/fd.h"
 #include "common/status.h"
 
@@ -34,7 +35,7 @@ struct CudaHandle {
   UniqueFd fd{};
 };
 
-class CudaDriver {
+class TM_API CudaDriver {
  public:
   virtual ~CudaDriver() = default;
   virtual std::string describe() const = 0;  // "libcuda.so.1, CUDA 13.0, 2 devices"
@@ -48,6 +49,8 @@ class CudaDriver {
 
   virtual Result<CudaStream> make_stream(int device) = 0;
   virtual void destroy_stream(int device, CudaStream stream) = 0;
+  // What is queued on it becomes part of a graph, and is not carried out.
+  virtual Result<bool> capturing(int device, CudaStream stream) = 0;
   // Any two of device memory and pinned host memory. Queued; what fails later shows at the event.
   virtual Status copy(int device, void* dst, const void* src, size_t nbytes, CudaStream stream) = 0;
   virtual Result<CudaEvent> record(int device, CudaStream stream) = 0;

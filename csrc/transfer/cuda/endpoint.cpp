@@ -10,9 +10,15 @@
 namespace torch_mooncake::transfer {
 namespace {
 
-// For calls of the driver that may wait for what a device is at; of the process, as mappings may outlive engines.
+// For calls of the driver that may wait for what a device is at; of the process, as mappings may outlive engines. What
+// gives memory back has a thread of its own: it may stand there until a stream goes on that waits for a peer, who may
+// need to be shown other memory before.
 Worker& driver_worker() {
   static auto* worker = new Worker("tm-cuda-share");
+  return *worker;
+}
+Worker& showing_worker() {
+  static auto* worker = new Worker("tm-cuda-show");
   return *worker;
 }
 
@@ -45,7 +51,7 @@ void on_share(PeerImpl& peer, rpc::Message request, rpc::Responder responder) {
     return responder.fail({Code::unsupported, "its owner shares CUDA memory with processes of its host only, by shm"});
   auto shared_peer = peer.shared_from_this();
   auto answer = std::make_shared<rpc::Responder>(std::move(responder));
-  driver_worker().post([shared_peer, region, grant, first, answer] {
+  showing_worker().post([shared_peer, region, grant, first, answer] {
     auto& peer = *shared_peer;
     auto deregistered = [&] { answer->fail({Code::key_not_found, region->name() + " was deregistered"}); };
     if (!region->usage().acquire(peer.name())) return deregistered();

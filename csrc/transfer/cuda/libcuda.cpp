@@ -45,12 +45,13 @@ class LibCuda final : public CudaDriver {
         load(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain") && load(cuCtxPushCurrent, "cuCtxPushCurrent_v2") &&
         load(cuCtxPopCurrent, "cuCtxPopCurrent_v2") && load(cuPointerGetAttribute, "cuPointerGetAttribute") &&
         load(cuMemGetAddressRange, "cuMemGetAddressRange_v2") && load(cuStreamCreate, "cuStreamCreate") &&
-        load(cuStreamDestroy, "cuStreamDestroy_v2") && load(cuMemcpyAsync, "cuMemcpyAsync") &&
-        load(cuEventCreate, "cuEventCreate") && load(cuEventRecord, "cuEventRecord") &&
-        load(cuEventQuery, "cuEventQuery") && load(cuEventDestroy, "cuEventDestroy_v2") &&
-        load(cuMemHostAlloc, "cuMemHostAlloc") && load(cuMemFreeHost, "cuMemFreeHost") &&
-        load(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2") && load(cuGetErrorString, "cuGetErrorString") &&
-        load(cuDeviceGetUuid, "cuDeviceGetUuid_v2") && load(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState") &&
+        load(cuStreamDestroy, "cuStreamDestroy_v2") && load(cuStreamIsCapturing, "cuStreamIsCapturing") &&
+        load(cuMemcpyAsync, "cuMemcpyAsync") && load(cuEventCreate, "cuEventCreate") &&
+        load(cuEventRecord, "cuEventRecord") && load(cuEventQuery, "cuEventQuery") &&
+        load(cuEventDestroy, "cuEventDestroy_v2") && load(cuMemHostAlloc, "cuMemHostAlloc") &&
+        load(cuMemFreeHost, "cuMemFreeHost") && load(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2") &&
+        load(cuGetErrorString, "cuGetErrorString") && load(cuDeviceGetUuid, "cuDeviceGetUuid_v2") &&
+        load(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState") &&
         load(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer") && load(cuIpcGetMemHandle, "cuIpcGetMemHandle") &&
         load(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2") && load(cuIpcCloseMemHandle, "cuIpcCloseMemHandle");
     if (!all) return {Code::unsupported, "libcuda.so.1 is too old: it has no " + missing_};
@@ -113,6 +114,12 @@ class LibCuda final : public CudaDriver {
   }
   void destroy_stream(int device, CudaStream stream) override {
     if (auto current = enter(device)) cuStreamDestroy(stream);
+  }
+  Result<bool> capturing(int device, CudaStream stream) override {
+    TM_ASSIGN(auto current, enter(device));
+    int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+    TM_TRY(check(cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
+    return status != 0;
   }
   Status copy(int device, void* dst, const void* src, size_t nbytes, CudaStream stream) override {
     TM_ASSIGN(auto current, enter(device));
@@ -345,6 +352,7 @@ class LibCuda final : public CudaDriver {
   int (*cuMemGetAddressRange)(Ptr*, size_t*, Ptr) = nullptr;
   int (*cuStreamCreate)(void**, unsigned) = nullptr;
   int (*cuStreamDestroy)(void*) = nullptr;
+  int (*cuStreamIsCapturing)(void*, int*) = nullptr;
   int (*cuMemcpyAsync)(Ptr, Ptr, size_t, void*) = nullptr;
   int (*cuEventCreate)(void**, unsigned) = nullptr;
   int (*cuEventRecord)(void*, void*) = nullptr;

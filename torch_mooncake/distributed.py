@@ -17,6 +17,7 @@ import atexit
 import datetime
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 BACKEND = "mooncake"
@@ -88,15 +89,19 @@ def MooncakeBackendOptions(
     host: str = "",
     host_id: str = "",
     transports: tuple[str, ...] = ("local", "shm", "tcp"),
+    algorithms: Mapping[str, str] | None = None,
 ) -> Any:
     """Options for `init_process_group("mooncake", pg_options=…)`.
 
     timeout: of every operation (default: the group's). host: address to listen on (default: `listen_host()`).
     host_id: ranks with equal ids may share memory (default: TM_HOST_ID, else the boot id). transports: what may carry
-    bytes, in order of preference.
+    bytes, in order of preference. algorithms: what to use instead of the built-in choice, by collective, as in
+    `{"all_reduce": "ring", "broadcast": "flat/tree"}` (default: TM_ALGORITHM, "all_reduce=ring,broadcast=flat/tree");
+    rank 0's hold for the group. ValueError, when the group is made, lists what is legal; `explain()` tells what is used.
     """
     _c10d = _load()
     options = _c10d.MooncakeBackendOptions(host=host, host_id=host_id, transports=list(transports))
+    options.algorithms = ",".join(f"{collective}={name}" for collective, name in (algorithms or {}).items())
     if timeout is not None:
         options._timeout = timeout
     return options
@@ -114,6 +119,7 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(pg_options).__name__}")
     options.host = options.host or listen_host()
     options.host_id = options.host_id or os.environ.get("TM_HOST_ID", "")
+    options.algorithms = options.algorithms or os.environ.get("TM_ALGORITHM", "")
     return _c10d.MooncakeBackend(
         store=backend_options.store,
         rank=backend_options.group_rank,
@@ -121,6 +127,27 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         global_ranks=list(backend_options.global_ranks_in_group),
         options=options,
     )
+
+
+def explain(group: Any = None) -> dict[str, Any]:
+    """How collectives of `group` (default: the default group) travel, and the bytes they and messages took so far.
+
+    ranks_of_hosts: the group's ranks by host; within_host: "board" (shared slots), "messages", "alone", "not used yet";
+    asked_for: what overrides the built-in choice; collectives: for each a list of size classes {up_to_bytes (None: any),
+    algorithm, by_host, why}; traffic: this rank's payload in bytes, to_hosts and within_host (messages: sent, received),
+    shown (written to shared slots). TypeError for a group of another backend.
+    """
+    import json
+
+    import torch
+    import torch.distributed as dist
+
+    _c10d = _load()
+    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+    backend = chosen._get_backend(torch.device("cpu"))
+    if not isinstance(backend, _c10d.MooncakeBackend):
+        raise TypeError(f"explain() is for groups of the backend {BACKEND!r}, not {type(backend).__name__}")
+    return json.loads(backend._explain())
 
 
 def register() -> None:

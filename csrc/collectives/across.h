@@ -41,11 +41,11 @@ struct Rounds {
   uint64_t own_bytes = 0;                  // the most that this rank reduces in a round
   int wanted_by = kAll;                    // the results, but by those that made them: a rank, or one of the above
   std::function<Round(uint64_t)> at;       // the same rounds may be asked for again
-  std::function<Status(uint64_t)> before;  // before round k is looked at, while round k-1 is under way
-  std::function<Status(uint64_t)> after;   // when the results of round k are there, while round k+1 is under way
+  std::function<Status(uint64_t)> before;  // before round k is looked at, while others are under way
+  std::function<Status(uint64_t)> after;   // when the results of round k are there, likewise
 };
-// Up to three rounds under way: the next being collected, this one reduced, the last spread. `call` null: this rank has
-// no part in it but in what comes before and after.
+// Several rounds under way: the next ones being collected, this one reduced, the last ones spread. `call` null: this
+// rank has no part in it but in what comes before and after.
 Status in_slices(const Call* call, const Rounds& rounds, const Reduction& reduction);
 
 inline constexpr uint64_t kSliceBytes = 1 << 20;  // of one rank in a round

@@ -60,12 +60,14 @@ void wait_for_members(c10d::Store& store, int size, Ms timeout) {
 MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  std::vector<int64_t> global_ranks, c10::intrusive_ptr<Options> options)
     : Backend(rank, size), options_(std::move(options)) {
-  // Rank 0 chooses the token that all prove to each other, and the id of the group.
+  if (auto asked = coll::Algorithms::parse(options_->algorithms); !asked.is_ok())
+    C10_THROW_ERROR(ValueError, "mooncake: " + asked.status().message());
+  // Rank 0 chooses the token that all prove to each other, the id of the group, and its algorithms.
   if (rank == 0) {
     std::string token = coll::Hub::current_token();
     if (token.empty()) token = to_hex(random_id()) + to_hex(random_id());
     ByteWriter out;
-    out.put(random_id()).put(std::string_view(token));
+    out.put(random_id()).put(std::string_view(token)).put(std::string_view(options_->algorithms));
     store->set("tm/group", to_store(out.take()));
   }
   store->wait({"tm/group"}, options_->timeout);
@@ -75,7 +77,9 @@ MooncakeBackend::MooncakeBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   group.id = in.get_id();
   coll::HubOptions hub_options;
   hub_options.token = in.get_string();
-  if (!in.done()) raise("what rank 0 published in the store cannot be read");
+  auto algorithms = coll::Algorithms::parse(in.get_string());
+  if (!in.done() || !algorithms.is_ok()) raise("what rank 0 published in the store cannot be read");
+  group.algorithms = *algorithms;
   hub_options.host = options_->host;
   hub_options.host_id = options_->host_id;
   hub_options.transports = options_->transports;

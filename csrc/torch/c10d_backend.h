@@ -31,6 +31,7 @@ class MooncakeBackend final : public c10d::Backend {
     std::string host = "127.0.0.1";  // address this rank listens on
     std::string host_id;             // empty: the boot id; equal ids may share memory
     std::vector<std::string> transports = {"local", "shm", "tcp"};
+    std::string algorithms;  // as coll::Algorithms::parse() takes them; rank 0's hold for the group
   };
 
   // Meets the other ranks through the store (keys under "tm/"), each publishing its address; raises DistStoreError
@@ -39,6 +40,7 @@ class MooncakeBackend final : public c10d::Backend {
                   c10::intrusive_ptr<Options> options);
   ~MooncakeBackend() override;
 
+  std::string explain() const { return group_->explain(); }  // see coll::Group
   const std::string getBackendName() const override { return "mooncake"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(Ms timeout) override { options_->timeout = timeout; }

@@ -16,20 +16,24 @@ PYBIND11_MODULE(_c10d, m) {
       m, "MooncakeBackendOptions",
       "Options of the \"mooncake\" process group.\n\n"
       "timeout: of every operation (timedelta); host: address this rank listens on; host_id: ranks with equal ids may\n"
-      "share memory (empty: the boot id); transports: what may carry bytes, in order of preference.")
+      "share memory (empty: the boot id); transports: what may carry bytes, in order of preference; algorithms: what "
+      "to\n"
+      "use instead of the built-in choice, \"all_reduce=ring,broadcast=flat/tree\"; rank 0's hold for the group.")
       .def(py::init([](std::chrono::milliseconds timeout, std::string host, std::string host_id,
-                       std::vector<std::string> transports) {
+                       std::vector<std::string> transports, std::string algorithms) {
              auto options = c10::make_intrusive<MooncakeBackend::Options>(timeout);
              options->host = std::move(host);
              options->host_id = std::move(host_id);
              options->transports = std::move(transports);
+             options->algorithms = std::move(algorithms);
              return options;
            }),
            py::arg("timeout") = kBackendDefaultTimeout, py::arg("host") = "", py::arg("host_id") = "",
-           py::arg("transports") = std::vector<std::string>{"local", "shm", "tcp"})
+           py::arg("transports") = std::vector<std::string>{"local", "shm", "tcp"}, py::arg("algorithms") = "")
       .def_readwrite("host", &MooncakeBackend::Options::host)
       .def_readwrite("host_id", &MooncakeBackend::Options::host_id)
-      .def_readwrite("transports", &MooncakeBackend::Options::transports);
+      .def_readwrite("transports", &MooncakeBackend::Options::transports)
+      .def_readwrite("algorithms", &MooncakeBackend::Options::algorithms);
 
   py::class_<MooncakeBackend, c10d::Backend, c10::intrusive_ptr<MooncakeBackend>>(m, "MooncakeBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -38,7 +42,9 @@ PYBIND11_MODULE(_c10d, m) {
                                                          std::move(options));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("options"),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<py::gil_scoped_release>())
+      .def("_explain", &MooncakeBackend::explain, py::call_guard<py::gil_scoped_release>(),
+           "JSON: the hosts, the algorithm of each collective and why, the bytes so far.");
 
   m.def(
       "leave_all",

@@ -10,8 +10,6 @@
 namespace torch_mooncake::coll::across {
 namespace {
 
-constexpr uint64_t kPieceBytes = 1 << 20, kRingBytes = 16 << 20;  // of a ring: a piece of a part, and a part of a round
-
 constexpr uint64_t kAhead = 2, kWindow = kAhead + 1;  // rounds of slices under way
 constexpr size_t kPulls = 3;                          // messages that a rank receives at a time
 
@@ -198,83 +196,22 @@ Status all_reduce_halving(const Call& call, void* data, uint64_t count, const Re
   return exchange.wait();
 }
 
-// Part r travels from rank r+1 around the ring to rank r, every rank adding its own to it; in pieces, so that one is
-// added while the next comes. `out` may be in[rank]. Where `results` are wanted, each piece of them travels on around
-// the ring as soon as it is there.
-Status around_ring(const Call& call, std::span<const ConstPiece> in, Piece out, std::span<const Piece> results,
-                   const Reduction& reduction) {
-  const int n = call.size(), me = call.rank();
-  const int next = (me + 1) % n, before = (me + n - 1) % n;
-  uint64_t longest = 0;
-  for (const auto& part : in) longest = std::max(longest, part.nbytes);
-  const uint64_t pieces = (longest + kPieceBytes - 1) / kPieceBytes;
-  std::byte* scratch = call.scratch.get(2 * pieces * kPieceBytes);
-  auto nbytes_of = [&](int part, uint64_t piece) {
-    const uint64_t at = piece * kPieceBytes;
-    return at < in[part].nbytes ? std::min(kPieceBytes, in[part].nbytes - at) : 0;
-  };
-  auto own = [&](int part, uint64_t piece) {
-    return static_cast<const std::byte*>(in[part].data) + piece * kPieceBytes;
-  };
-  auto room = [&](int step, uint64_t piece) { return scratch + (step % 2 * pieces + piece) * kPieceBytes; };
-  auto part_in = [&](int step) { return (me + 2 * n - 2 - step) % n; };  // what comes in that step; then it goes on
-  Exchange exchange(call);
-  std::vector<RequestPtr> coming(pieces), going(pieces);
-  auto expect = [&](int step, uint64_t piece) {
-    const uint64_t nbytes = nbytes_of(part_in(step), piece);
-    coming[piece] = nbytes > 0 ? exchange.receive(before, room(step, piece), nbytes) : nullptr;
-  };
-  for (uint64_t piece = 0; piece < pieces; ++piece) expect(0, piece);
-  for (uint64_t piece = 0; piece < pieces; ++piece)
-    if (const uint64_t nbytes = nbytes_of(before, piece); nbytes > 0) exchange.send(next, own(before, piece), nbytes);
-  struct Result {
-    RequestPtr coming;
-    std::byte* data;
-    uint64_t nbytes;
-    bool goes_on;
-  };
-  std::vector<Result> finished;
-  for (int step = 0; step < n - 1; ++step) {
-    const int part = part_in(step);
-    const bool last = step == n - 2;
-    for (int k = 0; k < n - 1 && last && !results.empty(); ++k) {
-      const int other = (me + 2 * n - 1 - k) % n;
-      for (uint64_t piece = 0; piece < pieces; ++piece)
-        if (const uint64_t nbytes = nbytes_of(other, piece); nbytes > 0) {
-          std::byte* to = static_cast<std::byte*>(results[other].data) + piece * kPieceBytes;
-          finished.push_back({exchange.receive(before, to, nbytes), to, nbytes, k < n - 2});
-        }
-    }
-    for (uint64_t piece = 0; piece < pieces; ++piece) {
-      const uint64_t nbytes = nbytes_of(part, piece), count = nbytes / reduction.item();
-      std::byte* sum = last ? static_cast<std::byte*>(out.data) + piece * kPieceBytes : room(step, piece);
-      if (nbytes > 0) {
-        TM_TRY(exchange.wait_for(coming[piece]));
-        const void* inputs[] = {room(step, piece), own(part, piece)};
-        last ? reduction.last(sum, inputs, count) : reduction.step(sum, inputs, count);
-      }
-      if (going[piece] && !last) TM_TRY(exchange.wait_for(going[piece]));  // its room is where the next one comes
-      const bool goes_on = nbytes > 0 && (!last || !results.empty());
-      going[piece] = goes_on ? exchange.send(next, sum, nbytes) : nullptr;
-      if (!last) expect(step + 1, piece);
-    }
-  }
-  for (const auto& result : finished) {
-    TM_TRY(exchange.wait_for(result.coming));
-    if (result.goes_on) exchange.send(next, result.data, result.nbytes);
-  }
-  return exchange.wait();
-}
-
 Status all_reduce_ring(const Call& call, void* data, uint64_t count, const Reduction& reduction) {
   const int n = call.size(), me = call.rank();
   const uint64_t item = reduction.item(), step = kRingBytes / item * n;
   for (uint64_t at = 0; at < count; at += step) {
     auto* bytes = static_cast<std::byte*>(data) + at * item;
     const Round round = round_of(call, bytes, std::min(step, count - at), item);
-    TM_TRY(around_ring(call, round.parts, round.results[me], round.results, reduction));
+    Ring ring{n, me, pieces_of(round.parts[0].nbytes), {}, {}};
+    TM_TRY(around_ring(&call, ring, round.parts, round.results[me], round.results, reduction));
   }
   return {};
+}
+
+Status reduce_scatter_ring(const Call& call, std::span<const ConstPiece> in, Piece out, const Reduction& reduction) {
+  uint64_t longest = 0;
+  for (const auto& part : in) longest = std::max(longest, part.nbytes);
+  return around_ring(&call, {call.size(), call.rank(), pieces_of(longest), {}, {}}, in, out, {}, reduction);
 }
 
 Rounds rounds_of(const Call& call, void* data, uint64_t count, uint64_t item) {
@@ -334,6 +271,90 @@ Round round_of(const Call& call, std::byte* data, uint64_t count, uint64_t item)
   }
   round.own = static_cast<std::byte*>(round.results[call.rank()].data);
   return round;
+}
+
+uint64_t pieces_of(uint64_t nbytes) { return (nbytes + kPieceBytes - 1) / kPieceBytes; }
+
+Status around_ring(const Call* call, const Ring& ring, std::span<const ConstPiece> in, Piece out,
+                   std::span<const Piece> results, const Reduction& reduction) {
+  const auto [n, me, pieces, is_needed, is_done] = ring;
+  const int next = (me + 1) % n, before = (me + n - 1) % n;
+  auto part_in = [n = n, me = me](int step) { return (me + 2 * n - 2 - step) % n; };  // what comes in that step
+  auto result_in = [n = n, me = me](int step) { return (me + 2 * n - 1 - step) % n; };
+  auto needed = [&](int part, uint64_t piece) { return is_needed ? is_needed(part, piece) : Status(); };
+  auto done = [&](int part, uint64_t piece) { return is_done ? is_done(part, piece) : Status(); };
+  if (call == nullptr) {  // in the same order as those that do more
+    for (uint64_t piece = 0; piece < pieces; ++piece) TM_TRY(needed(before, piece));
+    for (int step = 0; step < n - 1; ++step)
+      for (uint64_t piece = 0; piece < pieces; ++piece) {
+        TM_TRY(needed(part_in(step), piece));
+        if (step == n - 2) TM_TRY(done(me, piece));
+      }
+    for (int step = 0; step < n - 1; ++step)
+      for (uint64_t piece = 0; piece < pieces; ++piece) TM_TRY(done(result_in(step), piece));
+    return {};
+  }
+  auto nbytes_of = [&in](int part, uint64_t piece) {
+    const uint64_t at = piece * kPieceBytes;
+    return at < in[part].nbytes ? std::min(kPieceBytes, in[part].nbytes - at) : 0;
+  };
+  auto own = [&in](int part, uint64_t piece) {
+    return static_cast<const std::byte*>(in[part].data) + piece * kPieceBytes;
+  };
+  std::byte* scratch = call->scratch.get(2 * pieces * kPieceBytes);
+  auto room = [scratch, pieces = pieces](int step, uint64_t piece) {
+    return scratch + (static_cast<uint64_t>(step % 2) * pieces + piece) * kPieceBytes;
+  };
+  Exchange exchange(*call);
+  std::vector<RequestPtr> coming(pieces), going(pieces), finished;
+  auto expect = [&](int step, uint64_t piece) {
+    const uint64_t nbytes = nbytes_of(part_in(step), piece);
+    coming[piece] = nbytes > 0 ? exchange.receive(before, room(step, piece), nbytes) : nullptr;
+  };
+  for (uint64_t piece = 0; piece < pieces; ++piece) expect(0, piece);
+  for (uint64_t piece = 0; piece < pieces; ++piece) {
+    TM_TRY(needed(before, piece));
+    if (const uint64_t nbytes = nbytes_of(before, piece); nbytes > 0) exchange.send(next, own(before, piece), nbytes);
+  }
+  for (int step = 0; step < n - 1; ++step) {
+    const int part = part_in(step);
+    const bool last = step == n - 2;
+    for (int k = 0; k < n - 1 && last && !results.empty(); ++k)
+      for (uint64_t piece = 0; piece < pieces; ++piece) {
+        const uint64_t nbytes = nbytes_of(result_in(k), piece);
+        std::byte* to = static_cast<std::byte*>(results[result_in(k)].data) + piece * kPieceBytes;
+        finished.push_back(nbytes > 0 ? exchange.receive(before, to, nbytes) : nullptr);
+      }
+    for (uint64_t piece = 0; piece < pieces; ++piece) {
+      const uint64_t nbytes = nbytes_of(part, piece), count = nbytes / reduction.item();
+      std::byte* sum = last ? static_cast<std::byte*>(out.data) + piece * kPieceBytes : room(step, piece);
+      TM_TRY(needed(part, piece));
+      if (nbytes > 0) {
+        TM_TRY(exchange.wait_for(coming[piece]));
+        const void* inputs[] = {room(step, piece), own(part, piece)};
+        last ? reduction.last(sum, inputs, count) : reduction.step(sum, inputs, count);
+      }
+      if (going[piece] && !last) TM_TRY(exchange.wait_for(going[piece]));  // its room is where the next one comes
+      const bool goes_on = nbytes > 0 && (!last || !results.empty());
+      going[piece] = goes_on ? exchange.send(next, sum, nbytes) : nullptr;
+      if (last) {
+        TM_TRY(done(me, piece));
+      } else {
+        expect(step + 1, piece);
+      }
+    }
+  }
+  for (size_t i = 0; i < finished.size(); ++i) {
+    const int step = static_cast<int>(i / pieces), part = result_in(step);
+    const uint64_t piece = i % pieces;
+    if (finished[i]) {
+      TM_TRY(exchange.wait_for(finished[i]));
+      if (step < n - 2)
+        exchange.send(next, static_cast<std::byte*>(results[part].data) + piece * kPieceBytes, nbytes_of(part, piece));
+    }
+    TM_TRY(done(part, piece));
+  }
+  return exchange.wait();
 }
 
 Status in_slices(const Call* call, const Rounds& rounds, const Reduction& reduction) {
@@ -435,7 +456,7 @@ Status reduce(const Call& call, Algorithm algorithm, void* data, uint64_t count,
 
 Status reduce_scatter(const Call& call, Algorithm algorithm, std::span<const ConstPiece> in, Piece out,
                       const Reduction& reduction) {
-  if (algorithm == Algorithm::ring) return around_ring(call, in, out, {}, reduction);
+  if (algorithm == Algorithm::ring) return reduce_scatter_ring(call, in, out, reduction);
   return reduce_scatter_slices(call, in, out, reduction);
 }
 

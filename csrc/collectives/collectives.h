@@ -61,8 +61,9 @@ struct TM_API Call {
   Layout layout() const;
   // What to use instead of the table; never anything within the hosts of a group that has several.
   const Algorithms::Rule& rule(Collective collective) const;
-  Choice choose(Collective collective, uint64_t nbytes) const {
-    return coll::choose(collective, layout(), nbytes, rule(collective));
+  Choice choose(Collective collective, uint64_t nbytes, DType dtype = DType::u8) const {
+    const bool half = dtype == DType::f16 || dtype == DType::bf16;
+    return coll::choose(collective, layout(), nbytes, rule(collective), half);
   }
   Board* board(int which) const;  // null: they are on several hosts, or are alone
   // A step among some of the ranks, of which this one is one.

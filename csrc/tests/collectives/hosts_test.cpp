@@ -219,7 +219,7 @@ TEST_CASE("hosts: by host, even and uneven, in any order of ranks") {
                                        {0, 1, 1, 1, 1}, {0, 1, 1, 2, 2, 2}, {2, 0, 1, 0, 2, 1, 0}};
   for (const auto& layout : kLayouts) {
     for (const char* algorithms :
-         {"", "all_reduce=ring,broadcast=tree,reduce=tree", "all_reduce=halving,reduce=direct"}) {
+         {"", "all_reduce=slices,broadcast=tree,reduce=tree", "all_reduce=ring", "all_reduce=halving,reduce=direct"}) {
       CAPTURE(algorithms);
       World world(layout, algorithms);
       REQUIRE(world.groups[0]->topology().nested());
@@ -379,7 +379,7 @@ TEST_CASE("hosts: every rank sends what the algorithm must, to the byte") {
 TEST_CASE("hosts: by host no byte enters or leaves a host twice") {
   const std::vector<int> kLayouts[] = {{0, 0, 1, 1}, {0, 0, 1, 1, 2, 2}, {0, 0, 0, 1}, {0, 1, 0, 1, 1, 2, 2, 0}};
   for (const auto& layout : kLayouts) {
-    for (const char* algorithms : {"", "all_reduce=ring"}) {
+    for (const char* algorithms : {"all_reduce=slices", "all_reduce=ring"}) {
       World world(layout, algorithms);
       const auto& topology = world.groups[0]->topology();
       const auto hosts = topology.hosts().size();

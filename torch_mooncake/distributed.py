@@ -97,7 +97,8 @@ def MooncakeBackendOptions(
     host_id: ranks with equal ids may share memory (default: TM_HOST_ID, else the boot id). transports: what may carry
     bytes, in order of preference. algorithms: what to use instead of the built-in choice, by collective, as in
     `{"all_reduce": "ring", "broadcast": "flat/tree"}` (default: TM_ALGORITHM, "all_reduce=ring,broadcast=flat/tree");
-    rank 0's hold for the group. ValueError, when the group is made, lists what is legal; `explain()` tells what is used.
+    rank 0's hold for the group. ValueError, when the group is made, lists what is legal; `explain()` says what is
+    used.
     """
     _c10d = _load()
     options = _c10d.MooncakeBackendOptions(host=host, host_id=host_id, transports=list(transports))
@@ -133,9 +134,9 @@ def explain(group: Any = None) -> dict[str, Any]:
     """How collectives of `group` (default: the default group) travel, and the bytes they and messages took so far.
 
     ranks_of_hosts: the group's ranks by host; within_host: "board" (shared slots), "messages", "alone", "not used yet";
-    asked_for: what overrides the built-in choice; collectives: for each a list of size classes {up_to_bytes (None: any),
-    algorithm, by_host, why}; traffic: this rank's payload in bytes, to_hosts and within_host (messages: sent, received),
-    shown (written to shared slots). TypeError for a group of another backend.
+    asked_for: what overrides the built-in choice; collectives: for each a list of size classes {up_to_bytes (None:
+    any), algorithm, by_host, why}; traffic: this rank's payload in bytes, to_hosts and within_host (messages: sent,
+    received), shown (written to shared slots). TypeError for a group of another backend.
     """
     import json
 

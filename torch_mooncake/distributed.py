@@ -17,7 +17,7 @@ import atexit
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 BACKEND = "mooncake"
@@ -93,6 +93,7 @@ def MooncakeBackendOptions(
     cuda_staged_bytes: int = 256 << 10,
     heartbeat_s: float = 0.5,
     heartbeat_timeout_s: float = 5.0,
+    algorithms: Mapping[str, str] | None = None,
 ) -> Any:
     """Options for `init_process_group("mooncake", pg_options=…)`.
 
@@ -104,6 +105,10 @@ def MooncakeBackendOptions(
     and operations that NCCL knows (torch must have been built with it; messages stay with mooncake).
     cuda_staged_bytes: collectives of CUDA tensors of up to so many bytes in all go through memory of the host, larger
     ones from device to device; the same on all ranks.
+    algorithms: what to use instead of the built-in choice, by collective, as in
+    `{"all_reduce": "ring", "broadcast": "flat/tree"}` (default: TM_ALGORITHM, "all_reduce=ring,broadcast=flat/tree");
+    rank 0's hold for the group. ValueError, when the group is made, lists what is legal; `explain()` says what is
+    used.
     """
     _c10d = _load()
     if cuda not in ("mooncake", "nccl"):
@@ -119,6 +124,7 @@ def MooncakeBackendOptions(
     )
     options.cuda = cuda
     options.cuda_staged_bytes = cuda_staged_bytes
+    options.algorithms = ",".join(f"{collective}={name}" for collective, name in (algorithms or {}).items())
     if timeout is not None:
         options._timeout = timeout
     return options
@@ -164,7 +170,9 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(pg_options).__name__}")
     options.host = options.host or listen_host()
     options.host_id = options.host_id or os.environ.get("TM_HOST_ID", "")
-    backend = _c10d.MooncakeBackend(
+!!4!!    backend = _c10d.MooncakeBackend(
+====    options.algorithms = options.algorithms or os.environ.get("TM_ALGORITHM", "")
+    return _c10d.MooncakeBackend(
         store=backend_options.store,
         rank=backend_options.group_rank,
         size=backend_options.group_size,
@@ -274,6 +282,19 @@ def monitored_barrier(group: Any = None, timeout_s: float | None = None, wait_al
     timeout_s: default the group's. wait_all_ranks: as torch has it; all absent ranks are named either way.
     """
     _backend(group).monitored_barrier(_milliseconds(timeout_s), wait_all_ranks)
+
+
+def explain(group: Any = None) -> dict[str, Any]:
+    """How collectives of `group` (default: the default group) travel, and the bytes they and messages took so far.
+
+    ranks_of_hosts: the group's ranks by host; within_host: "board" (shared slots), "messages", "alone", "not used yet";
+    asked_for: what overrides the built-in choice; collectives: for each a list of size classes {up_to_bytes (None:
+    any), algorithm, by_host, why}; traffic: this rank's payload in bytes, to_hosts and within_host (messages: sent,
+    received), shown (written to shared slots). TypeError for a group of another backend.
+    """
+    import json
+
+    return json.loads(_backend(group)._explain())
 
 
 def register() -> None:

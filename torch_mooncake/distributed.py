@@ -170,9 +170,8 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(pg_options).__name__}")
     options.host = options.host or listen_host()
     options.host_id = options.host_id or os.environ.get("TM_HOST_ID", "")
-!!4!!    backend = _c10d.MooncakeBackend(
-====    options.algorithms = options.algorithms or os.environ.get("TM_ALGORITHM", "")
-    return _c10d.MooncakeBackend(
+    options.algorithms = options.algorithms or os.environ.get("TM_ALGORITHM", "")
+    backend = _c10d.MooncakeBackend(
         store=backend_options.store,
         rank=backend_options.group_rank,
         size=backend_options.group_size,
@@ -187,15 +186,22 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
 # ---- ranks that come and go
 
 
-def _backend(group: Any = None) -> Any:
+def _backend(group: Any = None, *, changes: bool = False) -> Any:
+    """The group's MooncakeBackend, out of what is around it. changes: its ranks are to be changed."""
     import torch
     import torch.distributed as dist
 
-    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-    while not isinstance(backend, _load().MooncakeBackend) and hasattr(backend, "wrapped_pg"):
-        backend = backend.wrapped_pg  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    if not isinstance(backend, _load().MooncakeBackend):
-        raise TypeError(f"the group's backend is {backend.name()!r}, not {BACKEND!r}")
+    _c10d = _load()
+    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+    backend = chosen._get_backend(torch.device("cpu"))
+    if hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    if isinstance(backend, _c10d.DenseByNccl):
+        if changes:
+            raise NotImplementedError("the ranks of a group with cuda='nccl' cannot be replaced: NCCL would not follow")
+        backend = backend.mooncake
+    if not isinstance(backend, _c10d.MooncakeBackend):
+        raise TypeError(f"this is for groups of the backend {BACKEND!r}, not {type(backend).__name__}")
     return backend
 
 
@@ -222,7 +228,7 @@ def deactivate_ranks(
     Returns the active ranks. Raises DistBackendError naming who did not agree in time, or saying that the others went
     on without this rank.
     """
-    return _backend(group).reseat(list(ranks), [], at_least, _milliseconds(timeout_s))
+    return _backend(group, changes=True).reseat(list(ranks), [], at_least, _milliseconds(timeout_s))
 
 
 def activate_ranks(ranks: Sequence[int], group: Any = None, *, timeout_s: float | None = None) -> list[int]:
@@ -231,7 +237,7 @@ def activate_ranks(ranks: Sequence[int], group: Any = None, *, timeout_s: float 
     Ranks that were lost meanwhile are left out, as by deactivate_ranks(). Returns the active ranks. Raises
     DistBackendError naming whose replacement did not come within timeout_s (default: the group's timeout).
     """
-    return _backend(group).reseat([], list(ranks), 1, _milliseconds(timeout_s))
+    return _backend(group, changes=True).reseat([], list(ranks), 1, _milliseconds(timeout_s))
 
 
 def waiting_ranks(group: Any = None) -> list[int]:

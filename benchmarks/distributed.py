@@ -1,6 +1,8 @@
-"""Collectives of the backend "mooncake" beside gloo, on one host: the same processes run both in turn.
+"""Collectives of the backend "mooncake" beside gloo: the same processes run both in turn.
 
-    python benchmarks/distributed.py [--world 2 4] [--json FILE] [--quick]
+    python benchmarks/distributed.py [--only host hosts] [--world 2 4] [--json FILE] [--quick]
+
+host: on one host. hosts: between four with shaped links (see distributed_hosts.py; root).
 
 Small ones are timed as a train of operations, back to back, on rank 0: microseconds of each. Large ones one at a time,
 behind a barrier; fp32 tensors. Ratios are of medians of one run: gloo's time over ours.
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import distributed_hosts
 from harness import MiB, Row, Table, main
 
 BACKENDS = ("mooncake", "gloo")
@@ -109,6 +112,11 @@ def size_name(nbytes: int) -> str:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
+    rows = one_host(args) if "host" in args.only else []
+    return rows + (distributed_hosts.run(args.quick) if "hosts" in args.only else [])
+
+
+def one_host(args: argparse.Namespace) -> list[Row]:
     large = LARGE[:2] if args.quick else LARGE
     table = Table("torch.distributed on one host")
     for world in args.world:
@@ -131,6 +139,8 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parts = ("host", "hosts")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="PART", help="host, hosts")
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4], metavar="N", help="ranks (default: 2 4)")
 
 

@@ -17,7 +17,7 @@ import atexit
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 BACKEND = "mooncake"
@@ -93,6 +93,7 @@ def MooncakeBackendOptions(
     cuda_staged_bytes: int = 256 << 10,
     heartbeat_s: float = 0.5,
     heartbeat_timeout_s: float = 5.0,
+    algorithms: Mapping[str, str] | None = None,
 ) -> Any:
     """Options for `init_process_group("mooncake", pg_options=…)`.
 
@@ -104,6 +105,10 @@ def MooncakeBackendOptions(
     and operations that NCCL knows (torch must have been built with it; messages stay with mooncake).
     cuda_staged_bytes: collectives of CUDA tensors of up to so many bytes in all go through memory of the host, larger
     ones from device to device; the same on all ranks.
+    algorithms: what to use instead of the built-in choice, by collective, as in
+    `{"all_reduce": "ring", "broadcast": "flat/tree"}` (default: TM_ALGORITHM, "all_reduce=ring,broadcast=flat/tree");
+    rank 0's hold for the group. ValueError, when the group is made, lists what is legal; `explain()` says what is
+    used.
     """
     _c10d = _load()
     if cuda not in ("mooncake", "nccl"):
@@ -119,6 +124,7 @@ def MooncakeBackendOptions(
     )
     options.cuda = cuda
     options.cuda_staged_bytes = cuda_staged_bytes
+    options.algorithms = ",".join(f"{collective}={name}" for collective, name in (algorithms or {}).items())
     if timeout is not None:
         options._timeout = timeout
     return options
@@ -164,6 +170,7 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(pg_options).__name__}")
     options.host = options.host or listen_host()
     options.host_id = options.host_id or os.environ.get("TM_HOST_ID", "")
+    options.algorithms = options.algorithms or os.environ.get("TM_ALGORITHM", "")
     backend = _c10d.MooncakeBackend(
         store=backend_options.store,
         rank=backend_options.group_rank,
@@ -179,15 +186,22 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
 # ---- ranks that come and go
 
 
-def _backend(group: Any = None) -> Any:
+def _backend(group: Any = None, *, changes: bool = False) -> Any:
+    """The group's MooncakeBackend, out of what is around it. changes: its ranks are to be changed."""
     import torch
     import torch.distributed as dist
 
-    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-    while not isinstance(backend, _load().MooncakeBackend) and hasattr(backend, "wrapped_pg"):
-        backend = backend.wrapped_pg  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    if not isinstance(backend, _load().MooncakeBackend):
-        raise TypeError(f"the group's backend is {backend.name()!r}, not {BACKEND!r}")
+    _c10d = _load()
+    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+    backend = chosen._get_backend(torch.device("cpu"))
+    if hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    if isinstance(backend, _c10d.DenseByNccl):
+        if changes:
+            raise NotImplementedError("the ranks of a group with cuda='nccl' cannot be replaced: NCCL would not follow")
+        backend = backend.mooncake
+    if not isinstance(backend, _c10d.MooncakeBackend):
+        raise TypeError(f"this is for groups of the backend {BACKEND!r}, not {type(backend).__name__}")
     return backend
 
 
@@ -214,7 +228,7 @@ def deactivate_ranks(
     Returns the active ranks. Raises DistBackendError naming who did not agree in time, or saying that the others went
     on without this rank.
     """
-    return _backend(group).reseat(list(ranks), [], at_least, _milliseconds(timeout_s))
+    return _backend(group, changes=True).reseat(list(ranks), [], at_least, _milliseconds(timeout_s))
 
 
 def activate_ranks(ranks: Sequence[int], group: Any = None, *, timeout_s: float | None = None) -> list[int]:
@@ -223,7 +237,7 @@ def activate_ranks(ranks: Sequence[int], group: Any = None, *, timeout_s: float 
     Ranks that were lost meanwhile are left out, as by deactivate_ranks(). Returns the active ranks. Raises
     DistBackendError naming whose replacement did not come within timeout_s (default: the group's timeout).
     """
-    return _backend(group).reseat([], list(ranks), 1, _milliseconds(timeout_s))
+    return _backend(group, changes=True).reseat([], list(ranks), 1, _milliseconds(timeout_s))
 
 
 def waiting_ranks(group: Any = None) -> list[int]:
@@ -274,6 +288,19 @@ def monitored_barrier(group: Any = None, timeout_s: float | None = None, wait_al
     timeout_s: default the group's. wait_all_ranks: as torch has it; all absent ranks are named either way.
     """
     _backend(group).monitored_barrier(_milliseconds(timeout_s), wait_all_ranks)
+
+
+def explain(group: Any = None) -> dict[str, Any]:
+    """How collectives of `group` (default: the default group) travel, and the bytes they and messages took so far.
+
+    ranks_of_hosts: the group's ranks by host; within_host: "board" (shared slots), "messages", "alone", "not used yet";
+    asked_for: what overrides the built-in choice; collectives: for each a list of size classes {up_to_bytes (None:
+    any), algorithm, by_host, why}; traffic: this rank's payload in bytes, to_hosts and within_host (messages: sent,
+    received), shown (written to shared slots). TypeError for a group of another backend.
+    """
+    import json
+
+    return json.loads(_backend(group)._explain())
 
 
 def register() -> None:

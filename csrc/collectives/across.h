@@ -15,6 +15,9 @@
 
 namespace torch_mooncake::coll::across {
 
+inline constexpr uint64_t kPieceBytes = 1 << 20;  // of a chain and of a ring
+inline constexpr uint64_t kRingBytes = 16 << 20;  // of one part of a ring's round
+
 // What follows when bytes [at, at + nbytes) have come (at the root: are there); pieces in order, together all.
 using Came = std::function<Status(uint64_t at, uint64_t nbytes)>;
 
@@ -41,12 +44,26 @@ struct Rounds {
   uint64_t own_bytes = 0;                  // the most that this rank reduces in a round
   int wanted_by = kAll;                    // the results, but by those that made them: a rank, or one of the above
   std::function<Round(uint64_t)> at;       // the same rounds may be asked for again
-  std::function<Status(uint64_t)> before;  // before round k is looked at, while round k-1 is under way
-  std::function<Status(uint64_t)> after;   // when the results of round k are there, while round k+1 is under way
+  std::function<Status(uint64_t)> before;  // before round k is looked at, while others are under way
+  std::function<Status(uint64_t)> after;   // when the results of round k are there, likewise
 };
-// Up to three rounds under way: the next being collected, this one reduced, the last spread. `call` null: this rank has
-// no part in it but in what comes before and after.
+// Several rounds under way: the next ones being collected, this one reduced, the last ones spread. `call` null: this
+// rank has no part in it but in what comes before and after.
 Status in_slices(const Call* call, const Rounds& rounds, const Reduction& reduction);
+
+// `ring`: part r travels from rank r+1 around the ring to rank r, every rank adding its own to it; in pieces, so that
+// one is added while the next comes.
+struct Ring {
+  int n = 0, me = 0;                                    // also for those without a part in it
+  uint64_t pieces = 0;                                  // of the longest part
+  std::function<Status(int part, uint64_t)> is_needed;  // before a piece of ours is looked at, while others travel
+  std::function<Status(int part, uint64_t)> is_done;    // when the result of a piece is there, likewise
+};
+uint64_t pieces_of(uint64_t nbytes);
+// `out` (which may be in[me]) receives the sum of part `me`. Where `results` are wanted, each piece of them travels on
+// around the ring as soon as it is there. `call` null: as above.
+Status around_ring(const Call* call, const Ring& ring, std::span<const ConstPiece> in, Piece out,
+                   std::span<const Piece> results, const Reduction& reduction);
 
 inline constexpr uint64_t kSliceBytes = 1 << 20;  // of one rank in a round
 // A round of an all-reduce, in place.

@@ -9,8 +9,6 @@
 namespace torch_mooncake::coll::across {
 namespace {
 
-constexpr uint64_t kPieceBytes = 1 << 20;  // of a chain and of a ring
-
 Status broadcast_tree(const Call& call, void* data, uint64_t nbytes, int root, const Came& came) {
   const int n = call.size();
   const int me = (call.rank() - root + n) % n;  // as if the root were rank 0

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <deque>
 
 #include "collectives/across.h"
 #include "collectives/exchange.h"
@@ -9,7 +10,40 @@
 namespace torch_mooncake::coll::across {
 namespace {
 
-constexpr uint64_t kPieceBytes = 1 << 20, kRingBytes = 16 << 20;  // of a ring: a piece of a part, and a part of a round
+constexpr uint64_t kAhead = 2, kWindow = kAhead + 1;  // rounds of slices under way
+constexpr size_t kPulls = 3;                          // messages that a rank receives at a time
+
+// Messages to be received, in this order, only a few of them at a time: where all ranks go through the others in the
+// order of the ranks before them, every link carries about one flow each way.
+class Pulls {
+ public:
+  explicit Pulls(Exchange& exchange) : exchange_(exchange) {}
+  void add(int from, void* to, uint64_t nbytes) { todo_.push_back({from, to, nbytes}); }
+  size_t size() const { return todo_.size(); }
+  // Until the first `n` of those added have come.
+  Status wait(size_t n) {
+    for (; come_ < n; ++come_) {
+      while (under_way_.size() < kPulls && begun_ < todo_.size()) {
+        const auto& [from, to, nbytes] = todo_[begun_++];
+        under_way_.push_back(exchange_.receive(from, to, nbytes));
+      }
+      TM_TRY(exchange_.wait_for(under_way_.front()));
+      under_way_.pop_front();
+    }
+    return {};
+  }
+
+ private:
+  struct Pull {
+    int from;
+    void* to;
+    uint64_t nbytes;
+  };
+  Exchange& exchange_;
+  std::vector<Pull> todo_;
+  std::deque<RequestPtr> under_way_;
+  size_t begun_ = 0, come_ = 0;
+};
 
 uint64_t line_up(uint64_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
@@ -162,66 +196,22 @@ Status all_reduce_halving(const Call& call, void* data, uint64_t count, const Re
   return exchange.wait();
 }
 
-// Part r travels from rank r+1 around the ring to rank r, every rank adding its own to it; in pieces, so that one is
-// added while the next comes. `out` may be in[rank].
-Status reduce_scatter_ring(const Call& call, std::span<const ConstPiece> in, Piece out, const Reduction& reduction) {
-  const int n = call.size(), me = call.rank();
-  const int next = (me + 1) % n, before = (me + n - 1) % n;
-  uint64_t longest = 0;
-  for (const auto& part : in) longest = std::max(longest, part.nbytes);
-  const uint64_t pieces = (longest + kPieceBytes - 1) / kPieceBytes;
-  std::byte* scratch = call.scratch.get(2 * pieces * kPieceBytes);
-  auto nbytes_of = [&](int part, uint64_t piece) {
-    const uint64_t at = piece * kPieceBytes;
-    return at < in[part].nbytes ? std::min(kPieceBytes, in[part].nbytes - at) : 0;
-  };
-  auto own = [&](int part, uint64_t piece) {
-    return static_cast<const std::byte*>(in[part].data) + piece * kPieceBytes;
-  };
-  auto room = [&](int step, uint64_t piece) { return scratch + (step % 2 * pieces + piece) * kPieceBytes; };
-  auto part_in = [&](int step) { return (me + 2 * n - 2 - step) % n; };  // what comes in that step; then it goes on
-  Exchange exchange(call);
-  std::vector<RequestPtr> coming(pieces), going(pieces);
-  auto expect = [&](int step, uint64_t piece) {
-    const uint64_t nbytes = nbytes_of(part_in(step), piece);
-    coming[piece] = nbytes > 0 ? exchange.receive(before, room(step, piece), nbytes) : nullptr;
-  };
-  for (uint64_t piece = 0; piece < pieces; ++piece) expect(0, piece);
-  for (uint64_t piece = 0; piece < pieces; ++piece)
-    if (const uint64_t nbytes = nbytes_of(before, piece); nbytes > 0) exchange.send(next, own(before, piece), nbytes);
-  for (int step = 0; step < n - 1; ++step) {
-    const int part = part_in(step);
-    const bool last = step == n - 2;
-    for (uint64_t piece = 0; piece < pieces; ++piece) {
-      const uint64_t nbytes = nbytes_of(part, piece), count = nbytes / reduction.item();
-      std::byte* sum = room(step, piece);
-      if (nbytes > 0) {
-        TM_TRY(exchange.wait_for(coming[piece]));
-        const void* inputs[] = {sum, own(part, piece)};
-        if (last)
-          reduction.last(static_cast<std::byte*>(out.data) + piece * kPieceBytes, inputs, count);
-        else
-          reduction.step(sum, inputs, count);
-      }
-      if (last) continue;
-      if (going[piece]) TM_TRY(exchange.wait_for(going[piece]));  // its room is where the next one comes
-      going[piece] = nbytes > 0 ? exchange.send(next, sum, nbytes) : nullptr;
-      expect(step + 1, piece);
-    }
-  }
-  return exchange.wait();
-}
-
 Status all_reduce_ring(const Call& call, void* data, uint64_t count, const Reduction& reduction) {
   const int n = call.size(), me = call.rank();
   const uint64_t item = reduction.item(), step = kRingBytes / item * n;
   for (uint64_t at = 0; at < count; at += step) {
     auto* bytes = static_cast<std::byte*>(data) + at * item;
     const Round round = round_of(call, bytes, std::min(step, count - at), item);
-    TM_TRY(reduce_scatter_ring(call, round.parts, round.results[me], reduction));
-    TM_TRY(all_gather(call, Algorithm::ring, round.parts[me], round.results));
+    Ring ring{n, me, pieces_of(round.parts[0].nbytes), {}, {}};
+    TM_TRY(around_ring(&call, ring, round.parts, round.results[me], round.results, reduction));
   }
   return {};
+}
+
+Status reduce_scatter_ring(const Call& call, std::span<const ConstPiece> in, Piece out, const Reduction& reduction) {
+  uint64_t longest = 0;
+  for (const auto& part : in) longest = std::max(longest, part.nbytes);
+  return around_ring(&call, {call.size(), call.rank(), pieces_of(longest), {}, {}}, in, out, {}, reduction);
 }
 
 Rounds rounds_of(const Call& call, void* data, uint64_t count, uint64_t item) {
@@ -241,10 +231,10 @@ Status reduce_slices(const Call& call, void* data, uint64_t count, const Reducti
   Rounds rounds = rounds_of(call, data, count, reduction.item());
   rounds.wanted_by = root;
   if (call.rank() == root) return in_slices(&call, rounds, reduction);
-  std::byte* own = call.scratch.inner().get(2 * rounds.own_bytes);  // `data` keeps its content
+  std::byte* own = call.scratch.inner().get(kWindow * rounds.own_bytes);  // `data` keeps its content
   rounds.at = [&, at = rounds.at](uint64_t k) {
     Round round = at(k);
-    round.own = own + k % 2 * rounds.own_bytes;
+    round.own = own + k % kWindow * rounds.own_bytes;
     return round;
   };
   return in_slices(&call, rounds, reduction);
@@ -283,75 +273,163 @@ Round round_of(const Call& call, std::byte* data, uint64_t count, uint64_t item)
   return round;
 }
 
-Status in_slices(const Call* call, const Rounds& rounds, const Reduction& reduction) {
-  auto before = [&](uint64_t k) { return rounds.before ? rounds.before(k) : Status(); };
-  auto after = [&](uint64_t k) { return rounds.after ? rounds.after(k) : Status(); };
+uint64_t pieces_of(uint64_t nbytes) { return (nbytes + kPieceBytes - 1) / kPieceBytes; }
+
+Status around_ring(const Call* call, const Ring& ring, std::span<const ConstPiece> in, Piece out,
+                   std::span<const Piece> results, const Reduction& reduction) {
+  const auto [n, me, pieces, is_needed, is_done] = ring;
+  const int next = (me + 1) % n, before = (me + n - 1) % n;
+  auto part_in = [n = n, me = me](int step) { return (me + 2 * n - 2 - step) % n; };  // what comes in that step
+  auto result_in = [n = n, me = me](int step) { return (me + 2 * n - 1 - step) % n; };
+  auto needed = [&](int part, uint64_t piece) { return is_needed ? is_needed(part, piece) : Status(); };
+  auto done = [&](int part, uint64_t piece) { return is_done ? is_done(part, piece) : Status(); };
   if (call == nullptr) {  // in the same order as those that do more
-    if (rounds.count > 0) TM_TRY(before(0));
-    for (uint64_t k = 0; k < rounds.count; ++k) {
-      if (k + 1 < rounds.count) TM_TRY(before(k + 1));
-      if (k > 0) TM_TRY(after(k - 1));
+    for (uint64_t piece = 0; piece < pieces; ++piece) TM_TRY(needed(before, piece));
+    for (int step = 0; step < n - 1; ++step)
+      for (uint64_t piece = 0; piece < pieces; ++piece) {
+        TM_TRY(needed(part_in(step), piece));
+        if (step == n - 2) TM_TRY(done(me, piece));
+      }
+    for (int step = 0; step < n - 1; ++step)
+      for (uint64_t piece = 0; piece < pieces; ++piece) TM_TRY(done(result_in(step), piece));
+    return {};
+  }
+  auto nbytes_of = [&in](int part, uint64_t piece) {
+    const uint64_t at = piece * kPieceBytes;
+    return at < in[part].nbytes ? std::min(kPieceBytes, in[part].nbytes - at) : 0;
+  };
+  auto own = [&in](int part, uint64_t piece) {
+    return static_cast<const std::byte*>(in[part].data) + piece * kPieceBytes;
+  };
+  std::byte* scratch = call->scratch.get(2 * pieces * kPieceBytes);
+  auto room = [scratch, pieces = pieces](int step, uint64_t piece) {
+    return scratch + (static_cast<uint64_t>(step % 2) * pieces + piece) * kPieceBytes;
+  };
+  Exchange exchange(*call);
+  std::vector<RequestPtr> coming(pieces), going(pieces), finished;
+  auto expect = [&](int step, uint64_t piece) {
+    const uint64_t nbytes = nbytes_of(part_in(step), piece);
+    coming[piece] = nbytes > 0 ? exchange.receive(before, room(step, piece), nbytes) : nullptr;
+  };
+  for (uint64_t piece = 0; piece < pieces; ++piece) expect(0, piece);
+  for (uint64_t piece = 0; piece < pieces; ++piece) {
+    TM_TRY(needed(before, piece));
+    if (const uint64_t nbytes = nbytes_of(before, piece); nbytes > 0) exchange.send(next, own(before, piece), nbytes);
+  }
+  for (int step = 0; step < n - 1; ++step) {
+    const int part = part_in(step);
+    const bool last = step == n - 2;
+    for (int k = 0; k < n - 1 && last && !results.empty(); ++k)
+      for (uint64_t piece = 0; piece < pieces; ++piece) {
+        const uint64_t nbytes = nbytes_of(result_in(k), piece);
+        std::byte* to = static_cast<std::byte*>(results[result_in(k)].data) + piece * kPieceBytes;
+        finished.push_back(nbytes > 0 ? exchange.receive(before, to, nbytes) : nullptr);
+      }
+    for (uint64_t piece = 0; piece < pieces; ++piece) {
+      const uint64_t nbytes = nbytes_of(part, piece), count = nbytes / reduction.item();
+      std::byte* sum = last ? static_cast<std::byte*>(out.data) + piece * kPieceBytes : room(step, piece);
+      TM_TRY(needed(part, piece));
+      if (nbytes > 0) {
+        TM_TRY(exchange.wait_for(coming[piece]));
+        const void* inputs[] = {room(step, piece), own(part, piece)};
+        last ? reduction.last(sum, inputs, count) : reduction.step(sum, inputs, count);
+      }
+      if (going[piece] && !last) TM_TRY(exchange.wait_for(going[piece]));  // its room is where the next one comes
+      const bool goes_on = nbytes > 0 && (!last || !results.empty());
+      going[piece] = goes_on ? exchange.send(next, sum, nbytes) : nullptr;
+      if (last) {
+        TM_TRY(done(me, piece));
+      } else {
+        expect(step + 1, piece);
+      }
     }
-    return rounds.count > 0 ? after(rounds.count - 1) : Status();
+  }
+  for (size_t i = 0; i < finished.size(); ++i) {
+    const int step = static_cast<int>(i / pieces), part = result_in(step);
+    const uint64_t piece = i % pieces;
+    if (finished[i]) {
+      TM_TRY(exchange.wait_for(finished[i]));
+      if (step < n - 2)
+        exchange.send(next, static_cast<std::byte*>(results[part].data) + piece * kPieceBytes, nbytes_of(part, piece));
+    }
+    TM_TRY(done(part, piece));
+  }
+  return exchange.wait();
+}
+
+Status in_slices(const Call* call, const Rounds& rounds, const Reduction& reduction) {
+  auto before = [&](uint64_t k) { return rounds.before && k < rounds.count ? rounds.before(k) : Status(); };
+  auto after = [&](uint64_t k) { return rounds.after ? rounds.after(k) : Status(); };
+  // Round k is looked at when those up to k + kAhead have been begun, and those before k - kAhead have ended.
+  if (call == nullptr) {  // in the same order as those that do more
+    for (uint64_t k = 0; k < kAhead; ++k) TM_TRY(before(k));
+    for (uint64_t k = 0; k < rounds.count + kAhead; ++k) {
+      TM_TRY(before(k + kAhead));
+      if (k >= kAhead) TM_TRY(after(k - kAhead));
+    }
+    return {};
   }
   const int n = call->size(), me = call->rank();
   const uint64_t stride = line_up(rounds.own_bytes);
-  std::byte* scratch = call->scratch.get(2 * stride * (n - 1));
+  std::byte* scratch = call->scratch.get(kWindow * stride * (n - 1));
   struct Flight {
     Round round;
     std::vector<const void*> inputs;
-    std::vector<RequestPtr> coming;
+    size_t collected = 0, spread = 0;  // when so many have come
+    std::vector<RequestPtr> going;
   };
-  Flight collecting[2];
-  std::vector<RequestPtr> spreading[2];
+  Flight flights[2 * kAhead + 1];  // from the beginning of a round to its end
+  auto flight_of = [&](uint64_t k) -> Flight& { return flights[k % std::size(flights)]; };
   Exchange exchange(*call);
+  Pulls pulls(exchange);
   // An empty part is not sent: its receiver knows that it is empty.
-  auto collect = [&](uint64_t k) {
-    Flight& flight = collecting[k % 2];
-    flight = {rounds.at(k), std::vector<const void*>(n), {}};
+  auto begin = [&](uint64_t k) {
+    if (k >= rounds.count) return Status();
+    TM_TRY(before(k));
+    Flight& flight = flight_of(k);
+    flight = {rounds.at(k), std::vector<const void*>(n), 0, 0, {}};
     const auto& parts = flight.round.parts;
     flight.inputs[me] = parts[me].data;
     for (int i = 1; i < n && parts[me].nbytes > 0; ++i) {
       const int from = (me + n - i) % n;
-      std::byte* to = scratch + (k % 2 * (n - 1) + i - 1) * stride;
+      std::byte* to = scratch + (k % kWindow * (n - 1) + i - 1) * stride;
       flight.inputs[from] = to;
-      flight.coming.push_back(exchange.receive(from, to, parts[me].nbytes));
+      pulls.add(from, to, parts[me].nbytes);
     }
+    flight.collected = pulls.size();
     for (int i = 1; i < n; ++i)
       if (const auto& part = parts[(me + i) % n]; part.nbytes > 0) exchange.send((me + i) % n, part.data, part.nbytes);
+    return Status();
   };
-  auto spread = [&](uint64_t k) {
-    const Round& round = collecting[k % 2].round;
-    auto& under_way = spreading[k % 2];
-    under_way.clear();
+  auto spread = [&](Flight& flight) {
+    const Round& round = flight.round;
     auto is_wanted_by = [&](int rank) { return rounds.wanted_by == Rounds::kAll || rounds.wanted_by == rank; };
     for (int i = 1; i < n && is_wanted_by(me); ++i) {
       const Piece& to = round.results[(me + n - i) % n];
-      if (to.nbytes > 0) under_way.push_back(exchange.receive((me + n - i) % n, to.data, to.nbytes));
+      if (to.nbytes > 0) pulls.add((me + n - i) % n, to.data, to.nbytes);
     }
+    flight.spread = pulls.size();
     for (int i = 1; i < n && round.parts[me].nbytes > 0; ++i)
       if (const int to = (me + i) % n; is_wanted_by(to))
-        under_way.push_back(exchange.send(to, round.own, round.parts[me].nbytes));
+        flight.going.push_back(exchange.send(to, round.own, round.parts[me].nbytes));
   };
   auto finish = [&](uint64_t k) {
-    TM_TRY(exchange.wait_for(spreading[k % 2]));
+    const Flight& flight = flight_of(k);
+    TM_TRY(pulls.wait(flight.spread));
+    if (rounds.wanted_by >= 0) TM_TRY(exchange.wait_for(flight.going));  // `own` is used again
     return after(k);
   };
-  if (rounds.count == 0) return {};
-  TM_TRY(before(0));
-  collect(0);
-  for (uint64_t k = 0; k < rounds.count; ++k) {
-    if (k + 1 < rounds.count) {
-      TM_TRY(before(k + 1));
-      collect(k + 1);
+  for (uint64_t k = 0; k < kAhead; ++k) TM_TRY(begin(k));
+  for (uint64_t k = 0; k < rounds.count + kAhead; ++k) {
+    TM_TRY(begin(k + kAhead));
+    if (k < rounds.count) {
+      Flight& flight = flight_of(k);
+      TM_TRY(pulls.wait(flight.collected));
+      reduction.last(flight.round.own, flight.inputs, flight.round.parts[me].nbytes / reduction.item());
+      spread(flight);
     }
-    Flight& flight = collecting[k % 2];
-    TM_TRY(exchange.wait_for(flight.coming));
-    reduction.last(flight.round.own, flight.inputs, flight.round.parts[me].nbytes / reduction.item());
-    spread(k);
-    if (k > 0) TM_TRY(finish(k - 1));
+    if (k >= kAhead) TM_TRY(finish(k - kAhead));
   }
-  TM_TRY(finish(rounds.count - 1));
   return exchange.wait();
 }
 

@@ -66,6 +66,46 @@ Status share_within(const Call& call, const Teams& teams, std::span<const Piece>
   return coll::all_gather(call, {shares[teams.place].data, shares[teams.place].nbytes}, shares);
 }
 
+// One ring for each share; what a piece of it needs within the hosts is done when its turn comes.
+Status ring_all_reduce(const Call& call, std::byte* data, uint64_t count, const Reduction& reduction) {
+  const Teams teams(call, false);
+  const Call between = call.among(teams.between), within = between.among(teams.host);
+  const uint64_t item = reduction.item();
+  const int hosts = static_cast<int>(teams.topology.hosts().size());
+  const uint64_t step = across::kRingBytes / item * static_cast<uint64_t>(hosts * teams.carriers);
+  for (uint64_t at = 0; at < count; at += step) {
+    const auto shares = shares_of(teams, data + at * item, std::min(step, count - at), item);
+    auto pieces = [&](int part_number, uint64_t number) {  // of all shares
+      std::vector<Piece> out = shares;
+      for (Piece& piece : out) {
+        const Part part = part_of(piece.nbytes / item, part_number, hosts, item);
+        const uint64_t begin = std::min(number * across::kPieceBytes, part.count * item);
+        piece = {static_cast<std::byte*>(piece.data) + part.begin * item + begin,
+                 std::min(across::kPieceBytes, part.count * item - begin)};
+      }
+      return out;
+    };
+    across::Ring ring{hosts,
+                      teams.topology.host_of(call.rank()),
+                      across::pieces_of(part_of(shares[0].nbytes / item, 0, hosts, item).count * item),
+                      {},
+                      {}};
+    ring.is_needed = [&](int part, uint64_t number) {
+      const auto all = pieces(part, number);
+      return add_within(within, teams, all, all[teams.place].data, reduction);
+    };
+    ring.is_done = [&](int part, uint64_t number) { return share_within(within, teams, pieces(part, number)); };
+    if (!teams.carries()) {
+      TM_TRY(across::around_ring(nullptr, ring, {}, {}, {}, reduction));
+      continue;
+    }
+    const Piece own = shares[teams.place];
+    const auto round = across::round_of(between, static_cast<std::byte*>(own.data), own.nbytes / item, item);
+    TM_TRY(across::around_ring(&between, ring, round.parts, round.results[ring.me], round.results, reduction));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status barrier(const Call& call) {
@@ -109,6 +149,7 @@ Status all_reduce(const Call& call, Algorithm algorithm, void* data, uint64_t co
   }
   const int hosts = teams.between.size();
   auto* bytes = static_cast<std::byte*>(data);
+  if (algorithm == Algorithm::ring) return ring_all_reduce(call, bytes, count, reduction);
   if (algorithm != Algorithm::slices) {
     const auto shares = shares_of(teams, bytes, count, item);
     const Piece own = shares[teams.place];

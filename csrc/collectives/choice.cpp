@@ -14,6 +14,7 @@ struct Row {
   int up_to_ranks;
   Algorithm algorithm;
   const char* why;
+  bool half = false;  // for fp16 and bf16 only
 };
 
 // The first row that fits. Also what is legal: the algorithms of a collective are those of its rows.
@@ -23,7 +24,8 @@ constexpr Row kTable[] = {
     {Collective::broadcast, kAny, kMany, Algorithm::chain, "every link carries the data once, in pieces"},
     {Collective::all_reduce, 16 << 10, 8, Algorithm::direct, "little data, few ranks: one step"},
     {Collective::all_reduce, 16 << 10, kMany, Algorithm::doubling, "little data, many ranks: fewest steps"},
-    {Collective::all_reduce, kAny, 8, Algorithm::slices, "fewest bytes in two steps; every sum is rounded once"},
+    {Collective::all_reduce, 1 << 20, 8, Algorithm::slices, "fewest bytes in two steps"},
+    {Collective::all_reduce, kAny, 8, Algorithm::slices, "fewest bytes, every sum rounded once", true},
     {Collective::all_reduce, 1 << 20, kMany, Algorithm::halving, "fewest bytes in few steps"},
     {Collective::all_reduce, kAny, kMany, Algorithm::ring, "fewest bytes, two neighbours"},
     {Collective::reduce, 16 << 10, 8, Algorithm::direct, "little data, few ranks: one step"},
@@ -32,7 +34,7 @@ constexpr Row kTable[] = {
     {Collective::all_gather, kAny, 8, Algorithm::direct, "few ranks: one step"},
     {Collective::all_gather, 4 << 10, kMany, Algorithm::bruck, "little data, many ranks: fewest steps"},
     {Collective::all_gather, kAny, kMany, Algorithm::ring, "two neighbours"},
-    {Collective::reduce_scatter, kAny, 8, Algorithm::slices, "one step; every sum is rounded once"},
+    {Collective::reduce_scatter, kAny, 8, Algorithm::slices, "fewest bytes in one step"},
     {Collective::reduce_scatter, 64 << 10, kMany, Algorithm::slices, "little data: one step"},
     {Collective::reduce_scatter, kAny, kMany, Algorithm::ring, "two neighbours"},
     {Collective::gather, kAny, kMany, Algorithm::direct, "one step"},
@@ -122,13 +124,14 @@ std::string Algorithms::text() const {
   return out;
 }
 
-Choice choose(Collective collective, const Layout& layout, uint64_t nbytes, const Algorithms::Rule& rule) {
+Choice choose(Collective collective, const Layout& layout, uint64_t nbytes, const Algorithms::Rule& rule, bool half) {
   Choice out;
   out.flat = rule.flat;
   out.by_host = layout.nested() && !rule.flat && goes_by_host(collective);
   const int ranks = out.by_host ? layout.hosts : layout.ranks;
   for (const Row& row : kTable) {
-    if (row.collective != collective || nbytes > row.up_to_bytes || ranks > row.up_to_ranks) continue;
+    if (row.collective != collective || (row.half && !half) || nbytes > row.up_to_bytes || ranks > row.up_to_ranks)
+      continue;
     out.algorithm = row.algorithm;
     out.why = row.why;
     break;

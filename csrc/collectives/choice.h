@@ -78,7 +78,9 @@ struct Choice {
 inline constexpr uint64_t kLittleBytes = 64 << 10;
 
 // `nbytes`: of the data, which is everybody's; of the longest part in all_gather, reduce_scatter and all_to_all.
-TM_API Choice choose(Collective collective, const Layout& layout, uint64_t nbytes, const Algorithms::Rule& rule = {});
+// `half`: of elements (fp16, bf16) that are better not rounded in every step.
+TM_API Choice choose(Collective collective, const Layout& layout, uint64_t nbytes, const Algorithms::Rule& rule = {},
+                     bool half = false);
 // The sizes (largest of each class) between which the choice may change; the last one is UINT64_MAX.
 TM_API std::vector<uint64_t> size_classes(Collective collective);
 TM_API const char* name_of(Collective collective);

@@ -1,12 +1,10 @@
 // The collectives, as algorithms over a group's messages. Torch-free; memory is raw pointers and sizes in bytes or
 // elements.
 //
-// How bytes travel. Between ranks of one host through shared slots (board.h), but for large gathers and scatters. By
-// messages, small ones go to everybody at once (one step), or up a tree where there are many ranks; large ones are
-// exchanged directly: an all-reduce is a reduce-scatter (every rank collects its slice of the data from all others) and
-// an all-gather. Either way each rank sends 2(N-1)/N of the data, which is the least possible, and every element is
-// reduced by one rank, in rank order: results are equal bit for bit on all ranks and from run to run, and fp16/bf16 are
-// summed in fp32 and rounded once. A large broadcast runs along a chain in pieces across hosts.
+// How bytes travel. Between ranks of one host through shared slots (board.h), but for large gathers and scatters.
+// Across hosts by messages (across.h), by host if several ranks share one (by_host.h). Which algorithm is a matter of
+// size and topology (choice.h). Results are equal bit for bit on all ranks and from run to run; fp16/bf16 are summed in
+// fp32 and rounded once, but where across.h and by_host.h say otherwise.
 //
 // Threads: the ranks of a group must call the same collectives in the same order; one at a time on each rank. Memory of
 // the caller is neither read nor written after a call returns, whatever the outcome. Arguments that make no sense fail
@@ -65,8 +63,9 @@ struct TM_API Call {
   Layout layout() const;
   // What to use instead of the table; never anything within the hosts of a group that has several.
   const Algorithms::Rule& rule(Collective collective) const;
-  Choice choose(Collective collective, uint64_t nbytes) const {
-    return coll::choose(collective, layout(), nbytes, rule(collective));
+  Choice choose(Collective collective, uint64_t nbytes, DType dtype = DType::u8) const {
+    const bool half = dtype == DType::f16 || dtype == DType::bf16;
+    return coll::choose(collective, layout(), nbytes, rule(collective), half);
   }
   Board* board(int which) const;  // null: they are on several hosts, or are alone
   // A step among some of the ranks, of which this one is one.

@@ -11,12 +11,13 @@ std::string way(const Traffic::Way& way) {
   return "{\"sent\": " + std::to_string(way.sent) + ", \"received\": " + std::to_string(way.received) + "}";
 }
 
-std::string of_class(const Choice& choice, uint64_t up_to, bool one_host, bool board) {
+std::string of_class(const Choice& choice, Algorithm half, uint64_t up_to, bool one_host, bool board) {
   std::string out = "{\"up_to_bytes\": " + (up_to == UINT64_MAX ? "null" : std::to_string(up_to));
   if (one_host && board && !choice.flat)
     return out + ", \"algorithm\": \"board\", \"why\": \"one host: shared slots\"}";
   out += ", \"algorithm\": " + quoted(name_of(choice.algorithm));
   out += ", \"by_host\": " + std::string(choice.by_host ? "true" : "false");
+  if (half != choice.algorithm) out += ", \"of_fp16_and_bf16\": " + quoted(name_of(half));
   return out + ", \"why\": " + quoted(choice.why) + "}";
 }
 
@@ -42,7 +43,8 @@ std::string Group::explain() const {
     std::string last;
     std::vector<std::string> texts;
     for (const uint64_t up_to : classes) {
-      const std::string text = of_class(choose(collective, layout, up_to, rule), up_to, single_host(),
+      const Algorithm half = choose(collective, layout, up_to, rule, true).algorithm;
+      const std::string text = of_class(choose(collective, layout, up_to, rule), half, up_to, single_host(),
                                         small != nullptr && small->state() != std::string("messages"));
       const std::string what = text.substr(text.find(", "));
       if (what == last) texts.pop_back();  // one class

@@ -242,6 +242,7 @@ void Group::on_taken(const Verdict& verdict) {
     if (it == sending_.end()) return;
     if (verdict.from != kNoRank && it->second.to != static_cast<int>(verdict.from)) return;
     request = it->second.request;
+    it->second.taken = true;
   }
   Status status;
   if (verdict.code != 0) status = Status(static_cast<Code>(verdict.code), verdict.text).with(name_of(request->peer()));
@@ -540,7 +541,7 @@ void Group::fail_pending(const Status& why, bool collectives, bool messages, int
       box = box->second.arrived.empty() && box->second.posted.empty() ? boxes_.erase(box) : std::next(box);
     }
     for (const auto& [send_id, sending] : sending_) {
-      if (hit(sending.channel, sending.to)) sends.push_back(send_id);
+      if (!sending.taken && hit(sending.channel, sending.to)) sends.push_back(send_id);
     }
   }
   for (const auto& request : receives) request->finish(why);

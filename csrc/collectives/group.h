@@ -143,6 +143,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
     RegionPtr region;  // null for an empty message
     LinkPtr link;
     uint64_t nbytes = 0;
+    bool taken = false;  // its end is on the way, whatever becomes of the receiver
   };
   struct Box {
     std::deque<Arrival> arrived;

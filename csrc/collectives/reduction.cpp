@@ -141,7 +141,7 @@ Status all_reduce(const Call& call, void* data, uint64_t count, DType dtype, Red
   TM_TRY(turn.meet(nbytes));
   TM_ASSIGN(const bool large, has_large_board(call, Board::Kind::all_reduce));
   if (large) return reduce_on_board(call, data, count, dtype, op, -1);
-  const Choice choice = call.choose(Collective::all_reduce, nbytes);
+  const Choice choice = call.choose(Collective::all_reduce, nbytes, dtype);
   if (choice.by_host) return by_host::all_reduce(call, choice.algorithm, data, count, dtype, op);
   return across::all_reduce(call, choice.algorithm, data, count, {dtype, op, static_cast<uint64_t>(call.size())});
 }
@@ -166,7 +166,7 @@ Status reduce(const Call& call, void* data, uint64_t count, DType dtype, ReduceO
   TM_TRY(turn.meet_at(root, nbytes, nbytes));
   TM_ASSIGN(const bool large, has_large_board(call, Board::Kind::reduce));
   if (large) return reduce_on_board(call, data, count, dtype, op, root);
-  const Choice choice = call.choose(Collective::reduce, nbytes);
+  const Choice choice = call.choose(Collective::reduce, nbytes, dtype);
   if (choice.by_host) return by_host::reduce(call, choice.algorithm, data, count, dtype, op, root);
   return across::reduce(call, choice.algorithm, data, count, {dtype, op, static_cast<uint64_t>(call.size())}, root);
 }
@@ -192,7 +192,7 @@ Status reduce_scatter(const Call& call, std::span<const ConstPiece> in, Piece ou
   TM_TRY(turn.meet(total));
   TM_ASSIGN(const bool large, has_large_board(call, Board::Kind::reduce_scatter));
   if (large) return reduce_scatter_on_board(call, in, out, longest, dtype, op);
-  const Choice choice = call.choose(Collective::reduce_scatter, longest);
+  const Choice choice = call.choose(Collective::reduce_scatter, longest, dtype);
   if (choice.by_host) return by_host::reduce_scatter(call, in, out, dtype, op);
   return across::reduce_scatter(call, choice.algorithm, in, out, {dtype, op, static_cast<uint64_t>(n)});
 }

@@ -76,17 +76,10 @@ WorkPtr MooncakeBackend::run(Plan plan, Body body) {
   const uint64_t sequence = ++sequence_;
   std::string what =
       std::string(plan.name) + " (sequence " + std::to_string(sequence) + ") on " + group->name_of(group->rank());
-<<<<<<< HEAD
-  auto work = c10::make_intrusive<CollectiveWork>(group, plan.type, plan.title, std::move(what), sequence, plan.outputs,
-                                                  plan.inputs);
-  const Deadline deadline = deadline_of(plan.timeout);
-  auto task = [this, work, group, body = std::move(body), sequence, deadline] {
-=======
   auto work =
       make_collective_work(on, group, plan.type, plan.title, std::move(what), sequence, plan.outputs, plan.inputs);
-  const Deadline deadline = Deadline::after_ms(timeout_or_default(plan.timeout).count());
+  const Deadline deadline = deadline_of(plan.timeout);
   auto task = [this, work, group, on, body = std::move(body), sequence, deadline] {
->>>>>>> h-cuda
     std::exception_ptr raised;
     work->begin();
     const Status status = run_body(*group, body, sequence, deadline, on.get(), raised);

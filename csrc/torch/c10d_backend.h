@@ -39,6 +39,7 @@ class MooncakeBackend final : public c10d::Backend {
     Ms heartbeat{500};                       // period; this and the next are those of the process' first group
     Ms heartbeat_timeout{5000};              // silence after which a rank is lost
     std::string join;                        // what contact() of a running group said: take the place of a rank of it
+    std::string algorithms;                  // as coll::Algorithms::parse() takes them; rank 0's hold for the group
   };
   using BackendPtr = c10::intrusive_ptr<Backend>;
 
@@ -51,6 +52,7 @@ class MooncakeBackend final : public c10d::Backend {
   MooncakeBackend(int rank, int size, c10::intrusive_ptr<Options> options, coll::SeatsPtr seats);
   ~MooncakeBackend() override;
 
+  std::string explain() const { return seats_->group()->explain(); }  // see coll::Group
   const std::string getBackendName() const override { return "mooncake"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(Ms timeout) override { options_->timeout = timeout; }

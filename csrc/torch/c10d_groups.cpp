@@ -57,24 +57,28 @@ struct Contact {
   }
 };
 
-// What rank 0 chooses: the token that all prove to each other, and the id of the group.
-std::string choose() {
+// What rank 0 chooses: the token that all prove to each other, the id of the group, and its algorithms.
+std::string choose(const MooncakeBackend::Options& options) {
   std::string token = coll::Hub::current_token();
   if (token.empty()) token = to_hex(random_id()) + to_hex(random_id());
   ByteWriter out;
-  out.put(random_id()).put(std::string_view(token));
+  out.put(random_id()).put(std::string_view(token)).put(std::string_view(options.algorithms));
   return out.take();
 }
 
 coll::SeatsPtr meet(c10d::Store& store, int rank, int size, std::vector<int64_t> global_ranks,
                     const MooncakeBackend::Options& options) {
+  if (auto asked = coll::Algorithms::parse(options.algorithms); !asked.is_ok())
+    C10_THROW_ERROR(ValueError, "mooncake: " + asked.status().message());
   Meeting meeting(store, rank, size, options.timeout);
-  const std::string shared = meeting.share(rank == 0 ? choose() : "");
+  const std::string shared = meeting.share(rank == 0 ? choose(options) : "");
   ByteReader in(shared);
   coll::Seating seating;
   seating.group = in.get_id();
   std::string token = in.get_string();
-  if (!in.done()) raise({Code::corrupt, "what rank 0 published in the store cannot be read"});
+  auto algorithms = coll::Algorithms::parse(in.get_string());
+  if (!in.done() || !algorithms.is_ok()) raise({Code::corrupt, "what rank 0 published in the store cannot be read"});
+  seating.algorithms = *algorithms;
   for (int peer = static_cast<int>(global_ranks.size()); peer < size; ++peer) global_ranks.push_back(peer);
   const coll::HubPtr hub = hub_for(options, std::move(token), global_ranks[rank]);
   try {

@@ -19,7 +19,8 @@ PYBIND11_MODULE(_c10d, m) {
       "timeout: of every operation (timedelta); host: address this rank listens on; host_id: ranks with equal ids may\n"
       "share memory (empty: the boot id); transports: what may carry bytes, in order of preference; heartbeat,\n"
       "heartbeat_timeout: period, and silence after which a rank is lost (timedeltas, those of the process' first\n"
-      "group); join: contact() of a running group whose lost rank this process replaces.")
+      "group); join: contact() of a running group whose lost rank this process replaces; algorithms: what to use\n"
+      "instead of the built-in choice, \"all_reduce=ring,broadcast=flat/tree\"; rank 0's hold for the group.")
       .def(py::init([](std::chrono::milliseconds timeout, std::string host, std::string host_id,
                        std::vector<std::string> transports, std::chrono::milliseconds heartbeat,
                        std::chrono::milliseconds heartbeat_timeout, std::string join) {
@@ -30,6 +31,7 @@ PYBIND11_MODULE(_c10d, m) {
              options->host = std::move(host);
              options->host_id = std::move(host_id);
              options->transports = std::move(transports);
+             options->algorithms = std::move(algorithms);
              return options;
            }),
            py::arg("timeout") = kBackendDefaultTimeout, py::arg("host") = "", py::arg("host_id") = "",
@@ -43,6 +45,7 @@ PYBIND11_MODULE(_c10d, m) {
       .def_readwrite("cuda_staged_bytes", &MooncakeBackend::Options::cuda_staged_bytes)
       .def_readwrite("heartbeat", &MooncakeBackend::Options::heartbeat)
       .def_readwrite("heartbeat_timeout", &MooncakeBackend::Options::heartbeat_timeout)
+      .def_readwrite("algorithms", &MooncakeBackend::Options::algorithms)
       .def_readwrite("join", &MooncakeBackend::Options::join)
       .def("__deepcopy__", [](const MooncakeBackend::Options& self, const py::object&) {
         return c10::make_intrusive<MooncakeBackend::Options>(self);  // torch's split_group copies its parent's
@@ -55,6 +58,8 @@ PYBIND11_MODULE(_c10d, m) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("options"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_explain", &MooncakeBackend::explain, py::call_guard<py::gil_scoped_release>(),
+           "JSON: the hosts, the algorithm of each collective and why, the bytes so far.")
       .def_property_readonly("options", &MooncakeBackend::getBackendOptions)
       .def("active_ranks", &MooncakeBackend::active_ranks, "The ranks that take part.")
       .def("waiting_ranks", &MooncakeBackend::waiting_ranks, "The ranks that a replacement has asked to be.")

@@ -35,11 +35,13 @@ TEST_CASE("choice: by size, ranks and hosts") {
   using C = Collective;
   const Layout few{4, 4}, many{32, 32}, nested{8, 4}, wide{64, 16};
   CHECK(name(C::all_reduce, few, 8) == "direct");
-  CHECK(name(C::all_reduce, few, 64 << 20) == "slices");
+  CHECK(name(C::all_reduce, few, 200'000) == "slices");
+  CHECK(name(C::all_reduce, few, 64 << 20) == "ring");
+  CHECK(choose(C::all_reduce, few, 64 << 20, {}, true).algorithm == Algorithm::slices);  // fp16, bf16
   CHECK(name(C::all_reduce, many, 8) == "doubling");
   CHECK(name(C::all_reduce, many, 200'000) == "halving");
   CHECK(name(C::all_reduce, many, 64 << 20) == "ring");
-  CHECK(name(C::all_reduce, nested, 64 << 20) == "by host, slices");
+  CHECK(name(C::all_reduce, nested, 64 << 20) == "by host, ring");
   CHECK(name(C::all_reduce, wide, 64 << 20) == "by host, ring");
   CHECK(name(C::broadcast, nested, 8) == "by host, tree");
   CHECK(name(C::broadcast, few, 64 << 20) == "chain");

@@ -126,6 +126,12 @@ void check_reductions(World& world, uint64_t n, Kind kind) {
   });
 }
 
+// Three kinds a call, others the next time.
+void check_kinds(World& world, uint64_t n) {
+  static size_t turn = 0;
+  for (int i = 0; i < 3; ++i) check_reductions(world, n, kKinds[turn++ % std::size(kKinds)]);
+}
+
 void check_movements(World& world, uint64_t n) {
   const int size = world.size();
   CAPTURE(n);
@@ -195,16 +201,15 @@ TEST_CASE("hosts: every algorithm between ranks on hosts of their own") {
     for (const char* algorithms : kReducing) {
       CAPTURE(algorithms);
       World world(apart(n), algorithms, {"tcp"});
-      for (const uint64_t size : kSizes)
-        for (const Kind& kind : kKinds) check_reductions(world, size, kind);
+      for (const uint64_t size : kSizes) check_kinds(world, size);
       check_same_bits(world, 30'011);
-      if (n <= 5 || n == 8) check_reductions(world, kLarge, kKinds[n % std::size(kKinds)]);
+      if (n == 3 || n == 4) check_reductions(world, kLarge, kKinds[n % std::size(kKinds)]);
     }
     for (const char* algorithms : kMoving) {
       CAPTURE(algorithms);
       World world(apart(n), algorithms, {"tcp"});
       for (const uint64_t size : kSizes) check_movements(world, size);
-      if (n <= 5) check_movements(world, kLarge);
+      if (n == 3 || n == 4) check_movements(world, kLarge);
     }
   }
 }
@@ -214,17 +219,18 @@ TEST_CASE("hosts: by host, even and uneven, in any order of ranks") {
                                        {0, 1, 1, 1, 1}, {0, 1, 1, 2, 2, 2}, {2, 0, 1, 0, 2, 1, 0}};
   for (const auto& layout : kLayouts) {
     for (const char* algorithms :
-         {"", "all_reduce=ring,broadcast=tree,reduce=tree", "all_reduce=halving,reduce=direct"}) {
+         {"", "all_reduce=slices,broadcast=tree,reduce=tree", "all_reduce=ring", "all_reduce=halving,reduce=direct"}) {
       CAPTURE(algorithms);
       World world(layout, algorithms);
       REQUIRE(world.groups[0]->topology().nested());
       for (const uint64_t size : {uint64_t{0}, uint64_t{1}, uint64_t{3}, uint64_t{1023}, uint64_t{70'011}}) {
         check_movements(world, size);
-        for (const Kind& kind : kKinds) check_reductions(world, size, kind);
+        check_kinds(world, size);
       }
-      check_same_bits(world, 300'001);
+      check_same_bits(world, 100'001);
+      if (layout.size() > 4) continue;
       check_movements(world, kLarge);
-      check_reductions(world, kLarge, kKinds[layout.size() % std::size(kKinds)]);
+      check_reductions(world, kLarge, kKinds[1]);
     }
   }
 }
@@ -373,7 +379,7 @@ TEST_CASE("hosts: every rank sends what the algorithm must, to the byte") {
 TEST_CASE("hosts: by host no byte enters or leaves a host twice") {
   const std::vector<int> kLayouts[] = {{0, 0, 1, 1}, {0, 0, 1, 1, 2, 2}, {0, 0, 0, 1}, {0, 1, 0, 1, 1, 2, 2, 0}};
   for (const auto& layout : kLayouts) {
-    for (const char* algorithms : {"", "all_reduce=ring"}) {
+    for (const char* algorithms : {"all_reduce=slices", "all_reduce=ring"}) {
       World world(layout, algorithms);
       const auto& topology = world.groups[0]->topology();
       const auto hosts = topology.hosts().size();

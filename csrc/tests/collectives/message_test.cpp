@@ -189,3 +189,16 @@ TEST_CASE("arguments that make no sense are refused") {
           Code::invalid_argument);
   }
 }
+
+TEST_CASE("what the receiver took before it left has been sent") {
+  World world(2);
+  auto out = pattern(1 << 20, 1);
+  std::vector<uint8_t> in(out.size());
+  const auto deadline = Deadline::after_ms(10'000);
+  auto send = world.groups[0]->send(1, Channel::collective, 1, out.data(), out.size(), deadline);
+  REQUIRE(world.groups[1]->receive(0, Channel::collective, 1, in.data(), in.size(), deadline)->wait(deadline).is_ok());
+  world.groups[1]->leave(deadline);  // rank 0 has heard of both when it looks
+  const Status status = send->wait(deadline);
+  CHECK_MESSAGE(status.is_ok(), status.to_string());
+  CHECK(in == out);
+}

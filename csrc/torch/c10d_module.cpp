@@ -31,7 +31,6 @@ PYBIND11_MODULE(_c10d, m) {
              options->host = std::move(host);
              options->host_id = std::move(host_id);
              options->transports = std::move(transports);
-             options->algorithms = std::move(algorithms);
              return options;
            }),
            py::arg("timeout") = kBackendDefaultTimeout, py::arg("host") = "", py::arg("host_id") = "",

@@ -143,7 +143,7 @@ def routed(rank: int, world: int) -> None:
     assert all_reduce(on.put(ones.to(torch.int16))) == "ours"
     assert all_reduce(on.put(ones.to(torch.int32)), dist.ReduceOp.AVG) == "ours"
     assert all_reduce(on.put(ones.to(torch.bfloat16)), dist.ReduceOp.AVG) == "dense"
-    assert goes(lambda: both.broadcast([on.put(ones.to(torch.int16))], 0)) == "dense"
+    assert goes(lambda: both.broadcast([on.put(ones.to(torch.int16))])) == "dense"
     out = on.put(torch.zeros(24))
     assert goes(lambda: both._allgather_base(out, on.put(torch.full((12,), rank + 1.0)))) == "dense"
     assert torch.equal(out.cpu(), torch.tensor([1.0] * 12 + [2.0] * 12))

@@ -389,6 +389,10 @@ void Group::complete(const Posted& posted, Arrival arrival) {
   });
 }
 
+Status Group::named(const Status& status, int rank) const {
+  return status.is_ok() ? status : status.with(name_of(rank));
+}
+
 void Group::read(const Posted& posted, const Arrival& arrival, bool may_block) {
   const Ready& ready = arrival.ready;
   if (ready.nbytes != posted.nbytes) {
@@ -416,15 +420,16 @@ void Group::read(const Posted& posted, const Arrival& arrival, bool may_block) {
   options.keep = posted.request->keep();
   if (!may_block) {
     options.on_end = [self = shared_from_this(), posted, arrival, region = *local](const Status& status) {
-      posted.request->defer([=](bool) { self->end_read(posted, arrival, region, status); });
+      posted.request->defer(
+          [=](bool) { self->end_read(posted, arrival, region, self->named(status, arrival.source)); });
     };
   }
   auto op = engine().read({{*local, 0, *remote, 0, posted.nbytes}}, std::move(options));
-  if (!op.is_ok()) return end_read(posted, arrival, *local, op.status());
+  if (!op.is_ok()) return end_read(posted, arrival, *local, named(op.status(), arrival.source));
   posted.request->set_cancel([weak = std::weak_ptr<Op>(*op)](Status) {
     if (auto op = weak.lock()) op->cancel();
   });
-  if (may_block) end_read(posted, arrival, *local, (*op)->wait());
+  if (may_block) end_read(posted, arrival, *local, named((*op)->wait(), arrival.source));
 }
 
 void Group::end_read(const Posted& posted, const Arrival& arrival, const RegionPtr& local, Status status) {

@@ -163,6 +163,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   bool take_arrival(Key key, const Posted& posted);  // true: it matched (and was completed or started)
   void arrived(Key key, Arrival arrival);
   void complete(const Posted& posted, Arrival arrival);
+  Status named(const Status& status, int rank) const;  // an error says with whom
   void read(const Posted& posted, const Arrival& arrival, bool may_block);
   void end_read(const Posted& posted, const Arrival& arrival, const RegionPtr& local, Status status);
   void end_send(uint64_t send_id, Status status, bool withdraw);

@@ -31,7 +31,6 @@ PYBIND11_MODULE(_c10d, m) {
              options->host = std::move(host);
              options->host_id = std::move(host_id);
              options->transports = std::move(transports);
-             options->algorithms = std::move(algorithms);
              return options;
            }),
            py::arg("timeout") = kBackendDefaultTimeout, py::arg("host") = "", py::arg("host_id") = "",
@@ -45,6 +44,7 @@ PYBIND11_MODULE(_c10d, m) {
       .def_readwrite("cuda_staged_bytes", &MooncakeBackend::Options::cuda_staged_bytes)
       .def_readwrite("heartbeat", &MooncakeBackend::Options::heartbeat)
       .def_readwrite("heartbeat_timeout", &MooncakeBackend::Options::heartbeat_timeout)
+      .def_readwrite("own_timeout", &MooncakeBackend::Options::own_timeout)
       .def_readwrite("algorithms", &MooncakeBackend::Options::algorithms)
       .def_readwrite("join", &MooncakeBackend::Options::join)
       .def("__deepcopy__", [](const MooncakeBackend::Options& self, const py::object&) {

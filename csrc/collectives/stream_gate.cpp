@@ -95,6 +95,8 @@ void StreamGate::open() {
 Status StreamGate::hold(Stream stream) {
   std::lock_guard lock(mutex_);
   if (open_) return {};
+  TM_ASSIGN(const bool captured, driver_->capturing(queue_->device(), stream));
+  if (captured) return {Code::unsupported, "cannot be captured into a CUDA graph"};
   if (!flag_) {
     TM_ASSIGN(auto* word, queue_->take_flag());
     // Another operation's when this gate is gone and every stream has passed it.

@@ -44,8 +44,8 @@ class TM_API StreamGate : public std::enable_shared_from_this<StreamGate> {
 
   // The operation has ended. Idempotent.
   void open();
-  // What is queued on that stream from now on comes after the operation. unsupported: the device has no such waits;
-  // then nothing is queued.
+  // What is queued on that stream from now on comes after the operation. unsupported: the device has no such waits, or
+  // the stream is being captured; then nothing is queued.
   Status hold(Stream stream);
   // If a stream has to wait: until the operation has ended.
   void wait_if_held();

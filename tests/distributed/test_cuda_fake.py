@@ -79,13 +79,17 @@ def test_devices_without_stream_memory_operations() -> None:
 def captured(rank: int, world: int) -> None:
     on = cuda_cases.device(True)
     tensor = on.put(torch.ones(10))
+    on.fill_late(tensor, 1.0)
+    before = dist.all_reduce(tensor, async_op=True)
     on.cuda.capture(True)
+    before.wait()  # on the host: a graph must not wait for it again
+    assert before.is_completed()
     for call in (lambda: dist.all_reduce(tensor), lambda: dist.isend(tensor, 1 - rank)):
         with pytest.raises(dist.DistBackendError, match="CUDA graph"):
             call()
     on.cuda.capture(False)
     dist.all_reduce(tensor)
-    assert torch.equal(tensor.cpu(), torch.full((10,), 2.0))
+    assert torch.equal(tensor.cpu(), torch.full((10,), 4.0))
 
 
 def test_a_capture_is_refused_before_anything_is_sent() -> None:
@@ -106,6 +110,54 @@ def test_the_reduction_of_cuda_tensors_gives_what_the_hosts_gives() -> None:
     out = torch.empty(1, dtype=torch.int8)
     c10d._reduce_tensors(out, many, dist.ReduceOp.AVG)
     assert out.item() == 0  # -56 / 200, as on the host
+
+
+def routed(rank: int, world: int) -> None:
+    """Another group of mooncake's in NCCL's place: what goes where, and that both are right."""
+    on = cuda_cases.device(True)
+    cuda = torch.device("cuda")
+    groups: list[Any] = [dist.new_group(), dist.new_group()]
+    ours, dense = (group._get_backend(cuda) for group in groups)
+    both: Any = tmd._load().DenseByNccl(mooncake=ours, nccl=dense)
+
+    def goes(work: Callable[[], Any]) -> str:
+        before = [one._get_sequence_number_for_group() for one in (ours, dense)]
+        work().wait()
+        after = [one._get_sequence_number_for_group() for one in (ours, dense)]
+        return {(1, 0): "ours", (0, 1): "dense"}[after[0] - before[0], after[1] - before[1]]
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        where = goes(lambda: both.allreduce([tensor], options))
+        if op == dist.ReduceOp.SUM and tensor.dtype == torch.float32:
+            assert torch.equal(tensor.cpu(), torch.full(tensor.shape, 2.0))
+        return where
+
+    ones = torch.ones(6, 2)
+    assert all_reduce(on.put(ones)) == "dense"
+    assert all_reduce(ones.clone()) == "ours"
+    assert all_reduce(on.put(ones)[:, 0]) == "ours"
+    assert all_reduce(on.put(ones.to(torch.int32)), dist.ReduceOp.BOR) == "ours"
+    assert all_reduce(on.put(ones.to(torch.int32))) == "dense"
+    assert all_reduce(on.put(ones.to(torch.int16))) == "ours"
+    assert all_reduce(on.put(ones.to(torch.int32)), dist.ReduceOp.AVG) == "ours"
+    assert all_reduce(on.put(ones.to(torch.bfloat16)), dist.ReduceOp.AVG) == "dense"
+    assert goes(lambda: both.broadcast([on.put(ones.to(torch.int16))], 0)) == "dense"
+    out = on.put(torch.zeros(24))
+    assert goes(lambda: both._allgather_base(out, on.put(torch.full((12,), rank + 1.0)))) == "dense"
+    assert torch.equal(out.cpu(), torch.tensor([1.0] * 12 + [2.0] * 12))
+    assert goes(lambda: both.alltoall_base(on.put(torch.zeros(4)), on.put(torch.zeros(4)), [], [])) == "dense"
+    sent, got = on.put(ones), on.put(torch.zeros(6, 2))
+    works = [both.send([sent], 1 - rank, 7), both.recv([got], 1 - rank, 7)]
+    for work in works:
+        work.wait()
+    on.synchronize()
+    assert torch.equal(got.cpu(), ones)
+
+
+def test_what_goes_to_nccl() -> None:
+    run_world(2, routed)
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL: see test_cuda.py")

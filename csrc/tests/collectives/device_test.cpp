@@ -371,6 +371,7 @@ TEST_CASE("gate: work that failed, streams that cannot wait, streams that are ca
   CHECK(gate->hold(stream).code() == Code::unsupported);
   cuda.no_flags = false;
   cuda.captures = true;
+  CHECK(gate->hold(stream).code() == Code::unsupported);
   CHECK(StreamGate::after(0, stream).status().code() == Code::unsupported);
   cuda.captures = false;
   gate.reset();

@@ -19,6 +19,7 @@ constexpr int kAttributeMemoryType = 2, kAttributeBufferId = 7, kAttributeOrdina
               kAttributeMappingSize = 18, kAttributeMappingBase = 19, kAttributeMemoryBlockId = 20;
 constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHostAllocPortable = 1, kHostAllocMapped = 2;
 constexpr unsigned kWaitGeq = 0;
+constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kDmaBuf = 1;               // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 constexpr int kPosixFd = 1;              // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -58,6 +59,7 @@ class LibCuda final : public CudaDriver {
     // Since CUDA 11.7 and 12: what uses them says so if they are not there.
     load(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
     load(cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
+    load(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     load(cuDeviceGetAttribute, "cuDeviceGetAttribute");
     load(cuFlushGPUDirectRDMAWrites, "cuFlushGPUDirectRDMAWrites");
     can_map_ = load(cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle") &&
@@ -292,15 +294,22 @@ class LibCuda final : public CudaDriver {
   // The device's primary context, current until this goes.
   class Current {
    public:
-    Current(LibCuda& cuda) : cuda_(&cuda) {}
-    Current(Current&& other) noexcept : cuda_(std::exchange(other.cuda_, nullptr)) {}
+    // What this thread asks of CUDA is none of the business of a graph that another one captures, and does not end it.
+    Current(LibCuda& cuda) : cuda_(&cuda) { exchange_mode(); }
+    Current(Current&& other) noexcept : cuda_(std::exchange(other.cuda_, nullptr)), mode_(other.mode_) {}
     ~Current() {
       void* popped;
-      if (cuda_) cuda_->cuCtxPopCurrent(&popped);
+      if (!cuda_) return;
+      exchange_mode();
+      cuda_->cuCtxPopCurrent(&popped);
     }
 
    private:
+    void exchange_mode() {
+      if (cuda_->cuThreadExchangeStreamCaptureMode) cuda_->cuThreadExchangeStreamCaptureMode(&mode_);
+    }
     LibCuda* cuda_;
+    int mode_ = kRelaxedCapture;  // the thread's own one while this is there
   };
 
   Result<Current> enter(int device) {
@@ -353,6 +362,7 @@ class LibCuda final : public CudaDriver {
   int (*cuStreamCreate)(void**, unsigned) = nullptr;
   int (*cuStreamDestroy)(void*) = nullptr;
   int (*cuStreamIsCapturing)(void*, int*) = nullptr;
+  int (*cuThreadExchangeStreamCaptureMode)(int*) = nullptr;
   int (*cuMemcpyAsync)(Ptr, Ptr, size_t, void*) = nullptr;
   int (*cuEventCreate)(void**, unsigned) = nullptr;
   int (*cuEventRecord)(void*, void*) = nullptr;

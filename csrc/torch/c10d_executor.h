@@ -56,6 +56,11 @@ class Executor {
     return true;
   }
 
+  bool is_idle() {
+    std::lock_guard lock(mutex_);
+    return tasks_.empty() && !running_;
+  }
+
   void stop() {
     {
       std::lock_guard lock(mutex_);

@@ -114,6 +114,8 @@ def MooncakeBackendOptions(
     _c10d = _load()
     if cuda not in ("mooncake", "nccl"):
         raise ValueError(f"cuda must be 'mooncake' or 'nccl', not {cuda!r}")
+    if not 0 <= cuda_staged_bytes <= 64 << 20:
+        raise ValueError(f"cuda_staged_bytes must be at most 64 MiB, not {cuda_staged_bytes}")
     if cuda == "nccl":
         _check_nccl()
     options = _c10d.MooncakeBackendOptions(

@@ -103,17 +103,15 @@ class Training:
         return digest.hexdigest()[:16]
 
 
-def replace_the_lost(error: Exception) -> None:
+def go_on(error: Exception) -> None:
+    """Without those who died: the survivors agree who is left."""
     print(f"rank {RANK}: {str(error).splitlines()[0]}", flush=True)
-    for _ in range(MOST_RESTARTS):
-        try:
-            active = tmd.deactivate_ranks(timeout_s=60)
-            lost = [rank for rank in range(WORLD) if rank not in active]
-            if not lost or len(tmd.activate_ranks(lost, timeout_s=120)) == WORLD:
-                return
-        except dist.DistBackendError as another:
-            error = another  # somebody died meanwhile
-    raise error
+    tmd.deactivate_ranks(timeout_s=60)
+
+
+def until_all_are_there() -> None:
+    while lost := [rank for rank in range(WORLD) if rank not in tmd.active_ranks()]:
+        tmd.activate_ranks(lost, timeout_s=120)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -122,12 +120,14 @@ def train(args: argparse.Namespace) -> None:
         dist.init_process_group(tmd.BACKEND)
     else:
         tmd.join(args.contact.read_text(), RANK, WORLD)
+    args.contact.write_text(tmd.contact())
     deaths = [int(step) for rank, step in (kill.split(":") for kill in args.kill) if int(rank) == RANK]
     training = Training()
     ddp: torch.nn.Module | None = None
     while training.step < args.steps:
         try:
             if ddp is None:  # at the start, and after every change of ranks
+                until_all_are_there()
                 args.contact.write_text(tmd.contact())
                 training.agree()
                 ddp = DistributedDataParallel(training.model)
@@ -138,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
                 print(f"step {training.step:4d}  loss {loss:.4f}", flush=True)
         except dist.DistBackendError as error:
             ddp = None
-            replace_the_lost(error)
+            go_on(error)
     dist.barrier()
     if RANK == 0:
         print(f"{args.steps} steps, weights {training.digest()}", flush=True)

@@ -14,6 +14,7 @@ Failures are raised by `wait()` (or by the synchronous call) as `torch.distribut
 from __future__ import annotations
 
 import atexit
+import copy
 import datetime
 import os
 import socket
@@ -113,6 +114,8 @@ def MooncakeBackendOptions(
     _c10d = _load()
     if cuda not in ("mooncake", "nccl"):
         raise ValueError(f"cuda must be 'mooncake' or 'nccl', not {cuda!r}")
+    if not 0 <= cuda_staged_bytes <= 64 << 20:
+        raise ValueError(f"cuda_staged_bytes must be at most 64 MiB, not {cuda_staged_bytes}")
     if cuda == "nccl":
         _check_nccl()
     options = _c10d.MooncakeBackendOptions(
@@ -127,6 +130,7 @@ def MooncakeBackendOptions(
     options.algorithms = ",".join(f"{collective}={name}" for collective, name in (algorithms or {}).items())
     if timeout is not None:
         options._timeout = timeout
+        options.own_timeout = True
     return options
 
 
@@ -165,7 +169,9 @@ def _create(backend_options: Any, pg_options: Any) -> Any:
         options = _c10d.MooncakeBackendOptions()
         options._timeout = backend_options.timeout
     elif isinstance(pg_options, _c10d.MooncakeBackendOptions):
-        options = pg_options
+        options = copy.deepcopy(pg_options)
+        if not options.own_timeout:
+            options._timeout = backend_options.timeout
     else:
         raise TypeError(f"pg_options must be MooncakeBackendOptions, not {type(pg_options).__name__}")
     options.host = options.host or listen_host()
@@ -231,13 +237,16 @@ def deactivate_ranks(
     return _backend(group, changes=True).reseat(list(ranks), [], at_least, _milliseconds(timeout_s))
 
 
-def activate_ranks(ranks: Sequence[int], group: Any = None, *, timeout_s: float | None = None) -> list[int]:
+def activate_ranks(
+    ranks: Sequence[int], group: Any = None, *, at_least: int = 1, timeout_s: float | None = None
+) -> list[int]:
     """Waits for replacements of these ranks (they call join()) and lets them in: called by every active rank.
 
-    Ranks that were lost meanwhile are left out, as by deactivate_ranks(). Returns the active ranks. Raises
-    DistBackendError naming whose replacement did not come within timeout_s (default: the group's timeout).
+    Ranks that were lost meanwhile are left out, as by deactivate_ranks(), and at_least means the same: of the ranks
+    that are there already. Returns the active ranks. Raises DistBackendError naming whose replacement did not come
+    within timeout_s (default: the group's timeout).
     """
-    return _backend(group, changes=True).reseat([], list(ranks), 1, _milliseconds(timeout_s))
+    return _backend(group, changes=True).reseat([], list(ranks), at_least, _milliseconds(timeout_s))
 
 
 def waiting_ranks(group: Any = None) -> list[int]:
@@ -268,7 +277,9 @@ def join(
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    options = pg_options or MooncakeBackendOptions(timeout)
+    options = copy.deepcopy(pg_options) if pg_options is not None else MooncakeBackendOptions()
+    if options.cuda == "nccl":
+        raise NotImplementedError("a group with cuda='nccl' cannot be joined: NCCL would not follow")
     options.join = contact
     dist.init_process_group(
         BACKEND,

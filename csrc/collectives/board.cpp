@@ -157,11 +157,13 @@ std::vector<int> Board::missing() const {
       if (!seen_[rank].came && rank != team_.me) out.push_back(team_.ranks[rank]);
     if (opens_) return out;
   }
-  if (!waits_.load(std::memory_order_acquire)) return out;
+  if (!usable_) return out;
+  // Also while this rank waits for another one, by messages, which may wait for the one that has not come.
+  const bool waits = waits_.load(std::memory_order_acquire);
   const uint32_t turn = turn_.load(std::memory_order_relaxed);
   for (int rank = 0; rank < team_.size(); ++rank)
     if (is_before(head(rank).posted.load(std::memory_order_relaxed), turn) ||
-        is_before(head(rank).done.load(std::memory_order_relaxed), turn - kSlots))
+        (waits && is_before(head(rank).done.load(std::memory_order_relaxed), turn - kSlots)))
       out.push_back(team_.ranks[rank]);
   std::erase(out, group_.rank());
   return out;

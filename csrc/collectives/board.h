@@ -45,7 +45,7 @@ class Board {
   const char* state() const;
   // The segment of another rank of the group, or an invalid fd: it cannot give one. (I/O thread.)
   void arrived(int rank, const Id128& segment, UniqueFd fd);
-  // The ranks (of the group) that have not come to the collective under way, if this one waits for any of them.
+  // The ranks (of the group) that have not come to the collective under way.
   std::vector<int> missing() const;
 
  private:

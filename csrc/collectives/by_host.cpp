@@ -28,7 +28,6 @@ struct Teams {
         carriers(topology.carriers()),
         between(topology.across(little || place >= carriers ? 0 : place, little ? root : -1)) {}
   bool carries() const { return between.me >= 0; }
-  int member_on(int host_number, int there) const { return topology.hosts()[host_number][there]; }
 };
 
 uint64_t part_at(uint64_t at, uint64_t nbytes) { return at < nbytes ? std::min(kSliceBytes, nbytes - at) : 0; }

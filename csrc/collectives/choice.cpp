@@ -140,6 +140,11 @@ Choice choose(Collective collective, const Layout& layout, uint64_t nbytes, cons
     out.algorithm = rule.algorithm;
     out.why = "asked for";
   }
+  const bool much = nbytes > kLittleBytes / static_cast<uint64_t>(layout.ranks);
+  if (out.by_host && (collective == Collective::reduce_scatter || (collective == Collective::all_gather && much))) {
+    out.algorithm = collective == Collective::all_gather ? Algorithm::direct : Algorithm::slices;
+    out.why = "by host: between hosts in one step, whatever is asked for";
+  }
   return out;
 }
 

@@ -6,7 +6,7 @@
 // one collective in the group's sequence, announced on the small board like any other.
 //
 // Threads, errors, order of calls: as in collectives.h. All ranks of a collective have their data on devices, or none;
-// a rank whose data is elsewhere is found out as one with other sizes.
+// on one host a rank whose data is elsewhere is found out as one with other sizes, across hosts by the deadline.
 #pragma once
 
 #include <cstddef>

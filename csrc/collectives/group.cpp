@@ -45,6 +45,11 @@ Group::Group(HubPtr hub, GroupOptions options)
 
 Group::~Group() = default;  // the hub holds it until leave()
 
+std::string Group::name_of_any(int rank) const {
+  return rank < size() ? name_of(rank) + (rank == this->rank() ? ", which is this one" : "")
+                       : "rank " + std::to_string(rank) + ", of " + std::to_string(size());
+}
+
 std::string Group::name_of(int rank) const {
   if (rank < 0) return "any rank";
   std::string name = "rank " + std::to_string(seat_of(rank));
@@ -90,9 +95,9 @@ Status Group::trouble() const {
   return ended_.is_ok() ? trouble_ : ended_;
 }
 
-Status Group::trouble_with(int rank) const {
+Status Group::trouble_with(int rank, Channel channel) const {
   std::lock_guard lock(mutex_);
-  return refusal(rank, Channel::collective);
+  return refusal(rank, channel);
 }
 
 std::string Group::awaited() const {
@@ -134,8 +139,8 @@ void Group::arm_timer(const RequestPtr& request, Channel channel, Deadline deadl
 
 // ---- sending
 
-Result<rpc::SessionPtr> Group::session_with(int rank, Deadline deadline) {
-  TM_TRY(trouble_with(rank));
+Result<rpc::SessionPtr> Group::session_with(int rank, Deadline deadline, Channel channel) {
+  TM_TRY(trouble_with(rank, channel));
   auto link = hub_->link(options_.members[rank], deadline);
   if (link.is_ok()) return (*link)->current();
   Status why(link.status().code(), name_of(rank) + ": " + link.status().message());
@@ -146,9 +151,7 @@ Result<rpc::SessionPtr> Group::session_with(int rank, Deadline deadline) {
 RequestPtr Group::send(int to, Channel channel, uint64_t tag, const void* data, uint64_t nbytes, Deadline deadline,
                        std::shared_ptr<void> keep, Place place) {
   if (to < 0 || to >= size() || to == rank()) {
-    return Request::ended_with(
-        to, {Code::invalid_argument, "cannot send to rank " + std::to_string(to) + ": this is rank " +
-                                         std::to_string(rank()) + " of " + std::to_string(size())});
+    return Request::ended_with(to, {Code::invalid_argument, "cannot send to " + name_of_any(to)});
   }
   {
     std::lock_guard lock(mutex_);
@@ -255,7 +258,7 @@ void Group::on_taken(const Verdict& verdict) {
 RequestPtr Group::receive(int from, Channel channel, uint64_t tag, void* data, uint64_t nbytes, Deadline deadline,
                           std::shared_ptr<void> keep, Place place) {
   if (from != kAnySource && (from < 0 || from >= size() || from == rank())) {
-    return Request::ended_with(from, {Code::invalid_argument, "cannot receive from rank " + std::to_string(from)});
+    return Request::ended_with(from, {Code::invalid_argument, "cannot receive from " + name_of_any(from)});
   }
   const Key key{channel, tag};
   auto request = std::make_shared<Request>(from, channel == Channel::p2p ? hub_->progress() : nullptr, std::move(keep));
@@ -389,6 +392,10 @@ void Group::complete(const Posted& posted, Arrival arrival) {
   });
 }
 
+Status Group::named(const Status& status, int rank) const {
+  return status.is_ok() ? status : status.with(name_of(rank));
+}
+
 void Group::read(const Posted& posted, const Arrival& arrival, bool may_block) {
   const Ready& ready = arrival.ready;
   if (ready.nbytes != posted.nbytes) {
@@ -416,15 +423,16 @@ void Group::read(const Posted& posted, const Arrival& arrival, bool may_block) {
   options.keep = posted.request->keep();
   if (!may_block) {
     options.on_end = [self = shared_from_this(), posted, arrival, region = *local](const Status& status) {
-      posted.request->defer([=](bool) { self->end_read(posted, arrival, region, status); });
+      posted.request->defer(
+          [=](bool) { self->end_read(posted, arrival, region, self->named(status, arrival.source)); });
     };
   }
   auto op = engine().read({{*local, 0, *remote, 0, posted.nbytes}}, std::move(options));
-  if (!op.is_ok()) return end_read(posted, arrival, *local, op.status());
+  if (!op.is_ok()) return end_read(posted, arrival, *local, named(op.status(), arrival.source));
   posted.request->set_cancel([weak = std::weak_ptr<Op>(*op)](Status) {
     if (auto op = weak.lock()) op->cancel();
   });
-  if (may_block) end_read(posted, arrival, *local, (*op)->wait());
+  if (may_block) end_read(posted, arrival, *local, named((*op)->wait(), arrival.source));
 }
 
 void Group::end_read(const Posted& posted, const Arrival& arrival, const RegionPtr& local, Status status) {

@@ -96,7 +96,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   std::string awaited() const;
   // ok, or why no collective can run any more; or none that this rank takes part in.
   Status trouble() const;
-  Status trouble_with(int rank) const;
+  Status trouble_with(int rank, Channel channel = Channel::collective) const;
   // This rank gives up on a collective: the group runs no more of them, here and on the other ranks.
   void give_up(const Status& why);
   // Everything pending and everything later fails with `why`, on this rank.
@@ -106,7 +106,7 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
 
   // For what the ranks of this host do among themselves; null: there is only this one.
   Board* board(int which) const { return boards_[which].get(); }
-  Result<rpc::SessionPtr> session_with(int rank, Deadline deadline);
+  Result<rpc::SessionPtr> session_with(int rank, Deadline deadline, Channel channel = Channel::collective);
 
   // From the hub, on I/O threads.
   void on_eager(const rpc::SessionPtr& session, const Envelope& envelope, std::string body, size_t payload_at);
@@ -159,10 +159,12 @@ class TM_API Group : public std::enable_shared_from_this<Group> {
   };
 
   Group(HubPtr hub, GroupOptions options);
+  std::string name_of_any(int rank) const;           // also if there is none such
   Status refusal(int peer, Channel channel) const;   // mutex_ held: why nothing can go between us and `peer`
   bool take_arrival(Key key, const Posted& posted);  // true: it matched (and was completed or started)
   void arrived(Key key, Arrival arrival);
   void complete(const Posted& posted, Arrival arrival);
+  Status named(const Status& status, int rank) const;  // an error says with whom
   void read(const Posted& posted, const Arrival& arrival, bool may_block);
   void end_read(const Posted& posted, const Arrival& arrival, const RegionPtr& local, Status status);
   void end_send(uint64_t send_id, Status status, bool withdraw);

@@ -13,7 +13,7 @@ namespace torch_mooncake::coll {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(20);
-constexpr int64_t kLeaveMs = 2000, kDialMs = 2000, kGraceMs = 1000;
+constexpr int64_t kLeaveMs = 2000, kDialMs = 2000, kGraceMs = 1000, kAskMs = 5000;
 
 void put_seats(ByteWriter& out, const std::vector<int>& seats) {
   out.put(static_cast<uint32_t>(seats.size()));
@@ -136,12 +136,16 @@ Result<SeatsPtr> Seats::join(HubPtr hub, const Id128& id, int seat, const std::v
   const std::string body = request.take();
   Status why(Code::invalid_argument, "no addresses to ask at");
   while (!addresses.empty()) {
+    size_t refusals = 0;  // a port of a dead rank may be somebody else's by now
     for (const auto& address : addresses) {
-      auto peer = hub->engine().connect(address, deadline);
-      auto answer = peer.is_ok() ? (*peer)->session()->call_sync(kSeats, body, deadline) : peer.status();
+      auto peer = hub->engine().connect(address, min(deadline, Deadline::after_ms(kDialMs)));
+      auto answer = peer.is_ok()
+                        ? (*peer)->session()->call_sync(kSeats, body, min(deadline, Deadline::after_ms(kAskMs)))
+                        : peer.status();
       if (!answer.is_ok()) {
         why = answer.status().with(address);
-        if (why.code() == Code::invalid_argument || why.code() == Code::auth) return why;
+        if (why.code() == Code::invalid_argument) return why;
+        refusals += why.code() == Code::auth;
         continue;
       }
       ByteReader in(answer->body);
@@ -152,6 +156,7 @@ Result<SeatsPtr> Seats::join(HubPtr hub, const Id128& id, int seat, const std::v
       TM_TRY(out->start(std::move(seating)));
       return out;
     }
+    if (refusals == addresses.size()) return why;
     if (deadline.expired()) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
@@ -201,6 +206,12 @@ Status Seats::change(const std::vector<int>& remove, const std::vector<int>& adm
       if (seat < 0 || seat >= static_cast<int>(now.members.size()))
         return {Code::invalid_argument, "there is no rank " + std::to_string(seat)};
   for (;;) {
+    std::optional<Seating> news;
+    {
+      std::lock_guard lock(mutex_);
+      if (has_heard_news()) news = heard_;
+    }
+    if (news) TM_TRY(take(std::move(*news)));
     Proposal proposal{seating(), lost(remove), admit, sequence};
     const auto& active = proposal.seating.active;
     if (!active[seat_]) return {Code::peer_lost, "the others went on without rank " + std::to_string(seat_)};
@@ -215,12 +226,13 @@ Status Seats::change(const std::vector<int>& remove, const std::vector<int>& adm
     }
     Status why_not;
     TM_TRY(ask(chair, proposal, remove, deadline, why_not));
+    if (why_not.is_ok()) continue;
     if (deadline.expired()) return {Code::deadline_exceeded, "the ranks did not agree in time: " + why_not.message()};
-    if (!why_not.is_ok()) std::this_thread::sleep_for(kLook);
+    std::this_thread::sleep_for(kLook);
   }
 }
 
-// `why_not` is set if it is to be looked again who presides: that rank is lost, or does not know the group yet.
+// `why_not` is set if it is to be looked again: that rank is lost, or does not know the group yet, or there are news.
 Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& remove, Deadline deadline,
                   Status& why_not) {
   ByteWriter out = message(What::propose);
@@ -229,12 +241,18 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
   put_seats(out, proposal.lost);
   put_seats(out, proposal.admit);
   out.put(proposal.sequence);
-  auto link = hub_->link(proposal.seating.members[chair], deadline);
+  {
+    std::lock_guard lock(mutex_);
+    out.put(static_cast<uint32_t>(joiners_.size()));
+    for (const auto& [seat, joiner] : joiners_) out.put(seat).put(std::string_view(joiner.member.encode()));
+  }
+  auto link = hub_->link(proposal.seating.members[chair], min(deadline, Deadline::after_ms(kDialMs)));
   if (!link.is_ok()) {
-    if (link.status().code() != Code::peer_lost) return link.status().with("rank " + std::to_string(chair));
-    group()->lose_seat(chair, link.status());
-    why_not = link.status();
-    return {};
+    why_not = link.status().with("rank " + std::to_string(chair));
+    if (link.status().code() == Code::peer_lost) group()->lose_seat(chair, link.status());
+    const bool look_again = link.status().code() == Code::peer_lost || link.status().code() == Code::deadline_exceeded;
+    std::lock_guard lock(mutex_);
+    return !cancelled_.is_ok() ? cancelled_ : look_again ? Status() : why_not;
   }
   struct Answer {
     std::mutex mutex;
@@ -254,17 +272,23 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
     answer->cv.wait_for(lock, kLook);
     if (answer->message) break;
     lock.unlock();
+    const bool chair_lost = contains(lost(remove), chair);  // before the look at what it may have said
     {
       std::lock_guard own(mutex_);
       if (!cancelled_.is_ok()) return cancelled_;
+      if (has_heard_news()) {
+        why_not = {Code::cancelled, "others have made a change"};
+        return {};
+      }
     }
-    if (contains(lost(remove), chair)) {
+    lock.lock();
+    if (answer->message) break;
+    if (chair_lost) {
       why_not = {Code::peer_lost, "rank " + std::to_string(chair) + " was lost"};
       return {};
     }
     if (last.expired())
       return {Code::deadline_exceeded, "rank " + std::to_string(chair) + ", which decides, did not answer in time"};
-    lock.lock();
   }
   if (!answer->message->is_ok()) {
     const Status why = answer->message->status().with("rank " + std::to_string(chair));
@@ -274,6 +298,7 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
   }
   ByteReader in((*answer->message)->body);
   TM_ASSIGN(Seating next, Seating::decode(in));
+  if (next.members.size() != proposal.seating.members.size()) return {Code::corrupt, "a seating of another group"};
   return take(std::move(next));
 }
 
@@ -287,7 +312,7 @@ Status Seats::preside(Proposal own, const std::vector<int>& remove, int at_least
   std::unique_lock lock(mutex_);
   for (;;) {
     Seating base = seating_;
-    if (base.epoch > own.seating.epoch) return {};
+    if (base.epoch > own.seating.epoch || has_heard_news()) return {};
     uint64_t sequence = own.sequence;
     std::vector<int> out, in = own.admit;
     for (const auto& [seat, proposed] : proposals_) {
@@ -360,9 +385,18 @@ Status Seats::take(Seating next) {
   ByteWriter encoded;
   next.encode(encoded);
   const std::string body = encoded.take();
+  std::vector<Id128> left;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    if (!cancelled_.is_ok()) {
+      const Status why = cancelled_;
+      lock.unlock();
+      if (group) group->leave(Deadline::after_ms(kLeaveMs));
+      return why;
+    }
     if (is_in) old = std::exchange(group_, group);
+    for (int seat : seating_.active_seats())
+      if (seat != seat_) left.push_back(seating_.members[seat].engine);
     for (int seat : next.active_seats()) {
       auto it = joiners_.find(seat);
       if (it == joiners_.end() || it->second.member.engine != next.members[seat].engine) continue;
@@ -376,6 +410,11 @@ Status Seats::take(Seating next) {
   for (auto& [seat, proposed] : proposals) proposed.responder.ok(body);
   for (auto& responder : joiners) responder.ok(body);
   if (!is_in) return {Code::peer_lost, "the others went on without rank " + std::to_string(seat_)};
+  // Ahead of the good-bye, on the same sessions.
+  ByteWriter told = message(What::seating);
+  told.put(seat_).raw(body);
+  const std::string news = told.take();
+  for (const auto& link : hub_->links(left)) (void)link->current()->post(kSeats, news);  // a dead one needs no news
   old->leave(Deadline::after_ms(kLeaveMs));
   return {};
 }
@@ -407,42 +446,71 @@ void Seats::close(Deadline deadline) {
 void Seats::on_call(const rpc::SessionPtr& session, ByteReader& in, rpc::Responder responder) {
   const auto what = in.get<What>();
   const int seat = in.get<int>();
-  Proposal proposal;
-  Member member;
-  if (what == What::propose) {
-    auto seating = Seating::decode(in);
-    if (!seating.is_ok()) return responder.fail(seating.status());
-    proposal.seating = std::move(*seating);
-    proposal.lost = get_seats(in);
-    proposal.admit = get_seats(in);
-    proposal.sequence = in.get<uint64_t>();
-  } else {
-    auto decoded = Member::decode(in.get_bytes());
-    if (!decoded.is_ok()) return responder.fail(decoded.status());
-    member = std::move(*decoded);
-  }
   const Seating now = seating();
-  const bool exists = seat >= 0 && seat < static_cast<int>(now.members.size());
-  if (!in.done() || what > What::joiner || !exists)
-    return responder.fail({Code::invalid_argument, "the group has " + std::to_string(now.members.size()) +
-                                                       " ranks, none is " + std::to_string(seat)});
-  if (what == What::propose) {
-    if (session->peer().engine != proposal.seating.members.at(static_cast<size_t>(seat)).engine ||
-        proposal.seating.members.size() != now.members.size())
-      return responder.fail({Code::invalid_argument, "it is not rank " + std::to_string(seat)});
-    if (proposal.seating.epoch < now.epoch) {  // it did not hear of the last change
-      ByteWriter out;
-      now.encode(out);
-      return responder.ok(out.take());
-    }
-    Proposed before;
-    std::lock_guard lock(mutex_);
-    before = std::exchange(proposals_[seat], Proposed{std::move(proposal), std::move(responder)});
-    changed_.notify_all();
-    return;
+  const auto n = static_cast<int>(now.members.size());
+  if (!in.ok() || what > What::seating || seat < 0 || seat >= n)
+    return responder.fail(
+        {Code::invalid_argument, "the group has " + std::to_string(n) + " ranks, none is " + std::to_string(seat)});
+  if (what == What::propose) return on_proposal(session, seat, in, std::move(responder));
+  if (what == What::seating) {
+    auto seating = Seating::decode(in);
+    if (seating.is_ok() && in.done() && seating->members.size() == now.members.size()) on_seating(std::move(*seating));
+    return responder.ok();
+  }
+  auto member = Member::decode(in.get_bytes());
+  if (!member.is_ok() || !in.done()) return responder.fail({Code::corrupt, "a request to join cannot be read"});
+  if (what == What::join && now.active[seat] && now.members[seat].engine == member->engine) {
+    ByteWriter out;  // it was let in, and who was to tell it is gone
+    now.encode(out);
+    return responder.ok(out.take());
   }
   if (what == What::joiner) responder.ok();
-  on_joiner(seat, std::move(member), what == What::join, std::move(responder));
+  on_joiner(seat, std::move(*member), what == What::join, std::move(responder));
+}
+
+void Seats::on_seating(Seating seating) {
+  std::lock_guard lock(mutex_);
+  if (seating.epoch <= std::max(heard_.epoch, seating_.epoch)) return;
+  heard_ = std::move(seating);
+  changed_.notify_all();
+}
+
+void Seats::on_proposal(const rpc::SessionPtr& session, int seat, ByteReader& in, rpc::Responder responder) {
+  auto seating = Seating::decode(in);
+  if (!seating.is_ok()) return responder.fail(seating.status());
+  Proposal proposal;
+  proposal.seating = std::move(*seating);
+  proposal.lost = get_seats(in);
+  proposal.admit = get_seats(in);
+  proposal.sequence = in.get<uint64_t>();
+  std::map<int, Member> joiners;
+  for (uint32_t i = in.get_count(8); i > 0; --i) {
+    const int at = in.get<int>();
+    auto member = Member::decode(in.get_bytes());
+    if (!member.is_ok()) return responder.fail(member.status());
+    joiners[at] = std::move(*member);
+  }
+  const auto& members = proposal.seating.members;
+  auto is_seat = [&](int at) { return at >= 0 && at < static_cast<int>(members.size()); };
+  const bool sound = in.done() && is_seat(seat) && session->peer().engine == members[seat].engine &&
+                     std::ranges::all_of(proposal.lost, is_seat) && std::ranges::all_of(proposal.admit, is_seat) &&
+                     std::ranges::all_of(joiners, [&](const auto& joiner) { return is_seat(joiner.first); });
+  Proposed before;
+  std::unique_lock lock(mutex_);
+  if (!sound || members.size() != seating_.members.size()) {
+    lock.unlock();
+    return responder.fail({Code::invalid_argument, "not a proposal of rank " + std::to_string(seat)});
+  }
+  if (proposal.seating.epoch < seating_.epoch) {  // it did not hear of the last change
+    ByteWriter out;
+    seating_.encode(out);
+    lock.unlock();
+    return responder.ok(out.take());
+  }
+  for (auto& [at, member] : joiners) joiners_.try_emplace(at, Joiner{std::move(member), {}});
+  before = std::exchange(proposals_[seat], Proposed{std::move(proposal), std::move(responder)});
+  changed_.notify_all();
+  lock.unlock();  // `before` may answer its caller
 }
 
 void Seats::on_joiner(int seat, Member member, bool asked_here, rpc::Responder responder) {

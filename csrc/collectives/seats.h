@@ -5,11 +5,12 @@
 // is this object: who sits where, and the agreement on what comes next.
 //
 // Protocol. Who wants a change calls change(), on every rank that stays. Each sends what it knows (the newest seating
-// it was in, who is lost) to the chair: the lowest seat that it does not know as lost. The chair waits until every seat
-// is either heard of or lost, makes the next seating and answers all with it. A chair that dies is lost, and the next
-// seat presides; a seating that only some have heard of is older than the one after it. A replacement asks any rank to
-// let it in, which tells the others; it is answered with the seating that has it. Nothing of this needs the store, or
-// rank 0.
+// it was in, who is lost, who wants to join) to the chair: the lowest seat that it does not know as lost. The chair
+// waits until every seat is either heard of or lost, makes the next seating and answers all with it. A chair that dies
+// is lost, and the next seat presides. Who takes a seating tells those it leaves, before its good-bye, so that nobody
+// takes it for lost; a seating that only some have heard of is older than the one after it. A replacement asks any rank
+// to let it in, which tells the others; it is answered with the seating that has it. Nothing of this needs the store,
+// or rank 0.
 //
 // Who is cut off from the others cannot know that they live: both sides of a cut network may go on. change() can be
 // told how many must stay (`at_least`): more than half of them rules that out.
@@ -90,11 +91,15 @@ class TM_API Seats : public std::enable_shared_from_this<Seats> {
     Member member;
     rpc::Responder responder;  // empty: another rank answers it
   };
-  enum class What : uint8_t { propose = 0, join = 1, joiner = 2 };
+  // seating: a post of who has taken it.
+  enum class What : uint8_t { propose = 0, join = 1, joiner = 2, seating = 3 };
 
   Seats(HubPtr hub, const Id128& id, int seat);
   Status start(Seating seating);  // the first
   std::vector<int> lost(const std::vector<int>& remove) const;
+  bool has_heard_news() const { return heard_.epoch > seating_.epoch; }  // under mutex_
+  void on_seating(Seating seating);
+  void on_proposal(const rpc::SessionPtr& session, int seat, ByteReader& in, rpc::Responder responder);
   Status ask(int chair, const Proposal& proposal, const std::vector<int>& remove, Deadline deadline, Status& why_not);
   Status preside(Proposal own, const std::vector<int>& remove, int at_least, Deadline deadline);
   Status take(Seating seating);  // joins its group and leaves the old one
@@ -109,6 +114,7 @@ class TM_API Seats : public std::enable_shared_from_this<Seats> {
   std::condition_variable changed_;
   GroupPtr group_;
   Seating seating_;
+  Seating heard_;                      // the newest that another rank has taken; epoch 0: none
   std::map<int, Proposed> proposals_;  // by seat, until they are answered
   std::map<int, Joiner> joiners_;      // by seat
   Status cancelled_;

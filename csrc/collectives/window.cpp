@@ -80,7 +80,7 @@ Status Window::usable(int rank) const {
     return {Code::invalid_argument,
             "rank " + std::to_string(rank) + " of a window of " + std::to_string(group_->size()) + " ranks"};
   }
-  return {};
+  return rank == group_->rank() ? Status() : group_->trouble_with(rank, Channel::p2p);
 }
 
 Result<RemoteRegionPtr> Window::remote(int rank, Deadline deadline) {
@@ -88,7 +88,7 @@ Result<RemoteRegionPtr> Window::remote(int rank, Deadline deadline) {
     std::lock_guard lock(mutex_);
     if (shown_[rank].remote) return shown_[rank].remote;
   }
-  auto session = group_->session_with(rank, deadline);
+  auto session = group_->session_with(rank, deadline, Channel::p2p);
   TM_TRY(session.status());
   auto peer = group_->engine().peer_of(*session);
   if (!peer) return {Code::peer_lost, "the connection is gone"};

@@ -39,6 +39,7 @@ class MooncakeBackend final : public c10d::Backend {
     Ms heartbeat{500};                       // period; this and the next are those of the process' first group
     Ms heartbeat_timeout{5000};              // silence after which a rank is lost
     std::string join;                        // what contact() of a running group said: take the place of a rank of it
+    bool own_timeout = false;                // `timeout` was asked for; else it is the group's
     std::string algorithms;                  // as coll::Algorithms::parse() takes them; rank 0's hold for the group
   };
   using BackendPtr = c10::intrusive_ptr<Backend>;

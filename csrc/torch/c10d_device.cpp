@@ -85,8 +85,9 @@ std::optional<c10::Device> device_of(const TensorList& inputs, const TensorList&
 
 DeviceContext::DeviceContext(c10::Device device, uint64_t staged_bytes)
     : device_(device), stream_(make_stream(device)), side_(std::make_shared<SideStreams>()) {
-  constexpr uint64_t kMost = 4 << 20, kPadding = 64 << 10;
-  const auto memory = pinned(std::min(kMost, 2 * std::min(kMost, staged_bytes) + kPadding));
+  // All that is ever needed: later, when streams wait for us, CUDA might wait for them before it gives more.
+  constexpr uint64_t kPadding = 64 << 10;
+  const auto memory = pinned(2 * staged_bytes + kPadding);
   if (!memory.is_ok()) raise("pinned memory", memory.status());
 }
 
@@ -231,8 +232,15 @@ Status DeviceOp::run(const coll::Call& call, const std::function<Status(const co
   c10::StreamGuard guard(on_->stream());
   coll::Call mine = call;
   mine.device = this;
-  TM_TRY(body(mine));
-  return wait(call.deadline);
+  Status status;
+  try {
+    status = body(mine);
+  } catch (...) {
+    (void)wait(call.deadline);  // what it has queued is at rest, or its memory is kept
+    throw;
+  }
+  const Status done = wait(call.deadline);
+  return status.is_ok() ? done : status;
 }
 
 Result<std::byte*> DeviceOp::scratch(uint64_t nbytes) {
@@ -335,7 +343,7 @@ void PendingMessages::add(Key key, coll::StreamGatePtr gate, std::shared_ptr<Exe
   }
   gate->when_reached([self = shared_from_this(), ready, finisher = std::move(finisher)] {
     ready->store(true);
-    (void)finisher->submit([self] { self->pump(false); }, false);  // stopped: flush() posts it
+    if (!finisher->submit([self] { self->pump(false); }, false)) self->pump(false);  // stopped
   });
 }
 

@@ -12,6 +12,8 @@
 #include <mutex>
 #include <thread>
 
+#include "common/clock.h"
+
 namespace torch_mooncake::dist {
 
 class Executor {
@@ -45,10 +47,18 @@ class Executor {
     return true;
   }
 
-  // Returns when everything submitted before has run.
-  void drain() {
+  // Returns when everything submitted before has run; false: that took longer than until `deadline`.
+  bool drain(Deadline deadline = Deadline::never()) {
     std::unique_lock lock(mutex_);
-    cv_.wait(lock, [&] { return tasks_.empty() && !running_; });
+    const auto idle = [&] { return tasks_.empty() && !running_; };
+    if (!deadline.is_never()) return cv_.wait_for(lock, std::chrono::nanoseconds(deadline.remaining_ns()), idle);
+    cv_.wait(lock, idle);
+    return true;
+  }
+
+  bool is_idle() {
+    std::lock_guard lock(mutex_);
+    return tasks_.empty() && !running_;
   }
 
   void stop() {

@@ -139,10 +139,20 @@ std::string MooncakeBackend::contact() const {
 
 std::vector<int> MooncakeBackend::reseat(const std::vector<int>& remove, const std::vector<int>& admit, int at_least,
                                          Ms timeout) {
-  std::lock_guard order(order_mutex_);
-  executor_.drain();
-  const Status status =
-      seats_->change(remove, admit, sequence_, at_least, Deadline::after_ms(timeout_or_default(timeout).count()));
+  const int64_t timeout_ms = timeout_or_default(timeout).count();
+  const Deadline deadline = Deadline::after_ms(timeout_ms);
+  std::unique_lock order(order_mutex_, std::defer_lock);
+  for (;;) {  // what ends may queue more, in callbacks of futures
+    if (!executor_.drain(Deadline::after_ms(std::min<int64_t>(timeout_ms / 2, deadline.remaining_ms())))) {
+      // It waits for somebody who is to be left out, say.
+      seats_->group()->give_up({Code::cancelled, "the ranks of the group are to change"});
+      if (!executor_.drain(deadline)) raise({Code::deadline_exceeded, "collectives before the change have not ended"});
+    }
+    order.lock();
+    if (executor_.is_idle()) break;
+    order.unlock();
+  }
+  const Status status = seats_->change(remove, admit, sequence_, at_least, deadline);
   if (!status.is_ok()) raise(status.with("cannot change who is in the group"));
   const coll::Seating seating = seats_->seating();
   sequence_ = seating.sequence;

@@ -44,6 +44,7 @@ PYBIND11_MODULE(_c10d, m) {
       .def_readwrite("cuda_staged_bytes", &MooncakeBackend::Options::cuda_staged_bytes)
       .def_readwrite("heartbeat", &MooncakeBackend::Options::heartbeat)
       .def_readwrite("heartbeat_timeout", &MooncakeBackend::Options::heartbeat_timeout)
+      .def_readwrite("own_timeout", &MooncakeBackend::Options::own_timeout)
       .def_readwrite("algorithms", &MooncakeBackend::Options::algorithms)
       .def_readwrite("join", &MooncakeBackend::Options::join)
       .def("__deepcopy__", [](const MooncakeBackend::Options& self, const py::object&) {

@@ -87,11 +87,12 @@ WorkPtr DenseByNccl::allgather_into_tensor_coalesced(TensorList& outputs, Tensor
   return mover({&outputs, &inputs}).allgather_into_tensor_coalesced(outputs, inputs, opts);
 }
 // The ranks other than the root have one side only: what they decide by is what all have.
+// Only the root has a list, in which tensors may lie as NCCL cannot take them: no rank can tell for all.
 WorkPtr DenseByNccl::gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& opts) {
-  return mover({&inputs}).gather(outputs, inputs, opts);
+  return ours_->gather(outputs, inputs, opts);
 }
 WorkPtr DenseByNccl::scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& opts) {
-  return mover({&outputs}).scatter(outputs, inputs, opts);
+  return ours_->scatter(outputs, inputs, opts);
 }
 WorkPtr DenseByNccl::reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                     const c10d::ReduceScatterOptions& opts) {

@@ -22,6 +22,7 @@ coll::WindowPtr MooncakeWindow::opened() const {
 
 void MooncakeWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   check_tensor(tensor, "window");
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu(), "mooncake: window: only tensors on cpu");
   TORCH_CHECK_VALUE(!needs_staging(tensor), "mooncake: window: the tensor must be contiguous");
   {
     std::lock_guard lock(mutex_);
@@ -80,6 +81,7 @@ WorkPtr MooncakeWindow::put(const at::Tensor& tensor, int64_t to, int64_t offset
                             const c10d::PutOptions& opts) {
   const auto window = opened();
   check_tensor(tensor, "put");
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu(), "mooncake: put: only tensors on cpu");
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype_, "mooncake: put: a tensor of ", tensor.scalar_type(),
                    " into a window of ", dtype_.load());
   TORCH_CHECK_VALUE(offset >= 0, "mooncake: put: negative offset ", offset);

@@ -148,6 +148,28 @@ TEST_CASE("seats: deaths and replacements in one step") {
   CHECK(table.seats[0]->seating().active_seats() == std::vector<int>{0, 2, 3});
 }
 
+TEST_CASE("seats: who comes in knows who has asked before it") {
+  Table table(3);
+  table.kill(0);
+  table.kill(1);
+  std::vector<HubPtr> hubs{new_hub("new0"), new_hub("new1")};
+  std::vector<Result<SeatsPtr>> joined(2, Status(Code::internal, "did not run"));
+  std::vector<std::thread> joiners;
+  for (int seat : {0, 1})
+    joiners.emplace_back([&, seat] {
+      joined[seat] = Seats::join(hubs[seat], table.id, seat, {table.address(2)}, Deadline::after_ms(20'000));
+    });
+  while (table.seats[2]->waiting().size() < 2) std::this_thread::yield();
+  for (int seat : {0, 1}) {  // the new rank 0 presides over the coming of rank 1
+    must(table.change({}, {seat}));
+    joiners[seat].join();
+    REQUIRE_MESSAGE(joined[seat].is_ok(), joined[seat].status().to_string());
+    table.seats[seat] = *joined[seat];
+    table.hubs[seat] = hubs[seat];
+  }
+  CHECK(table.sums() == std::vector<int>(3, 111));
+}
+
 TEST_CASE("seats: who presides dies while the others ask") {
   Table table(4);
   table.kill(3);
@@ -170,6 +192,7 @@ TEST_CASE("seats: who presides dies while the others ask") {
 
 TEST_CASE("seats: one that is left out while it lives is told, and the others know its number") {
   Table table(3);
+  table.sums();  // all are connected, so that it hears of their good-bye
   std::vector<Status> statuses(3);
   std::vector<std::thread> threads;
   for (int seat : {0, 1})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -82,3 +84,18 @@ def run_world(
                 if process.is_alive():
                     process.kill()
                 process.join(10)
+
+
+def torchrun(script: os.PathLike[str], *args: str, world: int, options: tuple[str, ...] = ()) -> str:
+    """Runs a script under torchrun on this machine; what it printed, once it has ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *options]
+    done = subprocess.run(
+        [*command, os.fspath(script), *args],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from worlds import run_world
+from worlds import run_world, torchrun
 
 ROWS = 4  # of a rank's batch
 
@@ -399,19 +396,10 @@ dist.destroy_process_group()
 def test_torchrun_restarts_the_workers_when_one_dies(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    done = subprocess.run(
-        [*torchrun, "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 0 attempt 1 has 4" in done.stdout
-    assert "rank 1 attempt 1 has 4" in done.stdout
-    assert "attempt 0" not in done.stdout
+    printed = torchrun(script, world=2, options=("--max-restarts=1",))
+    assert "rank 0 attempt 1 has 4" in printed
+    assert "rank 1 attempt 1 has 4" in printed
+    assert "attempt 0" not in printed
 
 
 def _no_gloo(*_args: object, **_kwargs: object) -> None:

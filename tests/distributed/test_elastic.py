@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import run_world, torchrun
 
 import torch_mooncake.distributed as tmd
 
@@ -294,17 +294,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_train.py"
 
 
 def example(*arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(EXAMPLE)]
-    done = subprocess.run(
-        [*command, "--steps=40", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return torchrun(EXAMPLE, "--steps=40", *arguments, world=3)
 
 
 def test_the_example_ends_with_the_weights_of_an_undisturbed_run() -> None:

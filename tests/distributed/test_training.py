@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import run_world, torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_train.py"
 
@@ -122,21 +119,4 @@ def test_losses_follow_gloo(kind: str, world: int, size: Size) -> None:
 
 
 def test_the_example_runs_under_torchrun() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(EXAMPLE),
-            "--steps=10",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step   10" in done.stdout
+    assert "step   10" in torchrun(EXAMPLE, "--steps=10", world=2)

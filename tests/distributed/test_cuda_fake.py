@@ -148,6 +148,10 @@ def routed(rank: int, world: int) -> None:
     assert goes(lambda: both._allgather_base(out, on.put(torch.full((12,), rank + 1.0)))) == "dense"
     assert torch.equal(out.cpu(), torch.tensor([1.0] * 12 + [2.0] * 12))
     assert goes(lambda: both.alltoall_base(on.put(torch.zeros(4)), on.put(torch.zeros(4)), [], [])) == "dense"
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    outs = [[on.put(torch.zeros(6, 2)) for _ in range(world)]] if rank == 0 else []
+    assert goes(lambda: both.gather(outs, [on.put(ones)], options)) == "ours"  # the root's list is the root's alone
     sent, got = on.put(ones), on.put(torch.zeros(6, 2))
     works = [both.send([sent], 1 - rank, 7), both.recv([got], 1 - rank, 7)]
     for work in works:

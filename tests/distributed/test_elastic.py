@@ -286,6 +286,19 @@ def hooks(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def timeouts(rank: int, world: int) -> None:
+    five, six = datetime.timedelta(seconds=5), datetime.timedelta(seconds=6)
+    given = tmd.MooncakeBackendOptions()
+    for options, timeout in ((None, five), (given, five), (tmd.MooncakeBackendOptions(six), six)):
+        group: Any = dist.new_group(timeout=five, pg_options=options)
+        assert group._get_backend(torch.device("cpu")).options._timeout == timeout
+    assert given._timeout != five  # a group has options of its own
+
+
+def test_the_timeout_is_the_groups_unless_asked_for() -> None:
+    run_world(2, timeouts)
+
+
 def test_hooks_durations_and_monitored_barriers() -> None:
     run_world(3, hooks)
 

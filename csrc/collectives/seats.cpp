@@ -388,7 +388,7 @@ Status Seats::take(Seating next) {
   std::vector<Id128> left;
   {
     std::unique_lock lock(mutex_);
-    if (!cancelled_.is_ok()) {
+    if (!cancelled_.is_ok() || next.epoch <= seating_.epoch) {  // never back to an older one
       const Status why = cancelled_;
       lock.unlock();
       if (group) group->leave(Deadline::after_ms(kLeaveMs));

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model import check, expected, legal, values
+from reference_model import check, expected, legal, values
 
 FAKE = Path(__file__).parents[2] / "build" / str(sys.implementation.cache_tag) / "tests" / "fake_cuda.so"
 LARGE = 300_001  # elements: beyond what goes by way of the host, in every type but bytes

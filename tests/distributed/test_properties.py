@@ -1,4 +1,4 @@
-"""Every collective x dtype x operation x world x size x layout against a plain model (model.py).
+"""Every collective x dtype x operation x world x size x layout against a plain model (reference_model.py).
 
 Each world is spawned once and runs its whole list of cases. The fast tier runs a world of 3 over every type and
 operation in every size below a million, the layouts in turn; the slow one all of it at 2, 3, 5 and 7 ranks.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from model import FACTOR, FP8, LAYOUTS, MOVED, OPS, REDUCED, check, empty, expected, laid_out, legal, values
+from reference_model import FACTOR, FP8, LAYOUTS, MOVED, OPS, REDUCED, check, empty, expected, laid_out, legal, values
 from worlds import run_world
 
 SIZES = (0, 1, 3, 1023)

@@ -9,7 +9,7 @@ import cuda_cases
 import pytest
 import torch
 import torch.distributed as dist
-from model import OPS, REDUCED, check, expected, legal, values
+from reference_model import OPS, REDUCED, check, expected, legal, values
 from worlds import run_world
 
 import torch_mooncake.distributed as tmd
@@ -164,7 +164,7 @@ def test_what_goes_to_nccl() -> None:
     run_world(2, routed)
 
 
-@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL: see test_cuda.py")
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL: see test_cuda_tensors.py")
 def test_nccl_where_there_is_none() -> None:
     with pytest.raises(RuntimeError, match="needs a torch with NCCL"):
         tmd.MooncakeBackendOptions(cuda="nccl")

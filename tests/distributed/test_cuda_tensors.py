@@ -1,5 +1,5 @@
-"""CUDA tensors in the backend on a GPU that all ranks share (``make test-gpu``); test_cuda_tensors_fake.py has the same on the
-fake device."""
+"""CUDA tensors in the backend on a GPU that all ranks share (``make test-gpu``); test_cuda_tensors_fake.py has the same
+on the fake device."""
 
 from __future__ import annotations
 

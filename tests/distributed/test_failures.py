@@ -33,10 +33,10 @@ def killed_in_messages(rank: int, world: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.send(torch.zeros(1), 1)
     if rank == 0:
-        assert _seconds(lambda: dist.recv(torch.zeros(4), 1), "rank 1 ") < SEEN_S
+        assert _seconds(lambda: dist.recv(torch.zeros(4), 1), r"rank 1\b") < SEEN_S
         dist.send(torch.ones(4), 2)
     else:
-        assert _seconds(lambda: dist.send(torch.zeros(4_000_000), 1), "rank 1 ") < SEEN_S
+        assert _seconds(lambda: dist.send(torch.zeros(4_000_000), 1), r"rank 1\b") < SEEN_S
         got = torch.zeros(4)
         dist.recv(got, 0)  # survivors still talk
         assert got.sum() == 4

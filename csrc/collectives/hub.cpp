@@ -39,7 +39,8 @@ Hub::Registry& Hub::registry() {
   return *registry;
 }
 
-Hub::Hub(std::string token) : token_(std::move(token)), pid_(getpid()) {}
+Hub::Hub(const HubOptions& options)
+    : token_(options.token), heartbeat_limit_ms_(options.heartbeat_limit_ms), pid_(getpid()) {}
 Hub::~Hub() { close(); }
 
 Result<HubPtr> Hub::acquire(const HubOptions& options) {
@@ -58,7 +59,7 @@ Result<HubPtr> Hub::acquire(const HubOptions& options) {
 }
 
 Result<HubPtr> Hub::create(const HubOptions& options) {
-  HubPtr hub(new Hub(options.token));
+  HubPtr hub(new Hub(options));
   TM_TRY(hub->start(options));
   hub->holds_ = 1;
   return hub;
@@ -244,14 +245,18 @@ Result<LinkPtr> Hub::link(const Member& member, Deadline deadline) {
   }
   Status failed(Code::peer_lost, "it published no address");
   PeerPtr peer;
+  const Deadline silence = heartbeat_limit_ms_ > 0 ? Deadline::after_ms(heartbeat_limit_ms_) : Deadline::never();
   for (const auto& address : member.addresses) {
-    auto connected = engine_->connect(address, deadline);
+    auto connected = engine_->connect(address, min(deadline, silence));
     if (connected.is_ok() && (*connected)->identity().engine == member.engine) {
       peer = *connected;
       break;
     }
     failed = connected.is_ok() ? Status(Code::peer_lost, "another process listens at its address " + address)
                                : connected.status().with("connecting to " + address);
+    if (failed.code() == Code::deadline_exceeded && silence.expired() && !deadline.expired())
+      failed = {Code::peer_lost,
+                "no answer from " + address + " within " + std::to_string(heartbeat_limit_ms_) + " ms"};
   }
   rpc::SessionPtr session;
   {

@@ -42,7 +42,7 @@ struct HubOptions {
   std::string name = "rank";
   std::vector<std::string> transports = {"local", "shm", "tcp"};
   int heartbeat_ms = 500;         // period, on a native thread
-  int heartbeat_limit_ms = 5000;  // silence after which a rank is lost
+  int heartbeat_limit_ms = 5000;  // silence after which a rank is lost, also one that does not answer at first contact
 };
 
 // Messages up to this size travel inside a control message, while the receiver has room for them.
@@ -88,7 +88,8 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   Engine& engine() { return *engine_; }
   const std::shared_ptr<Progress>& progress() { return progress_; }
 
-  // The live link to a member, dialled if need be. peer_lost if it has ended before.
+  // The live link to a member, dialled if need be, which takes no longer than silence is borne. peer_lost: it has ended
+  // before, or there is no answer.
   Result<LinkPtr> link(const Member& member, Deadline deadline);
   // Links that exist to these engines.
   std::vector<LinkPtr> links(const std::vector<Id128>& engines);
@@ -104,7 +105,7 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
   void consumed(const rpc::SessionPtr& session, uint64_t nbytes);
 
  private:
-  explicit Hub(std::string token);
+  explicit Hub(const HubOptions& options);
   Status start(const HubOptions& options);
   void close();
   void close_if_unused();
@@ -126,6 +127,7 @@ class TM_API Hub : public std::enable_shared_from_this<Hub> {
     std::vector<UniqueFd> fds;
   };
   const std::string token_;
+  const int heartbeat_limit_ms_;
   Member self_;
   EnginePtr engine_;
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();

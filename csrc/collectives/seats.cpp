@@ -246,7 +246,7 @@ Status Seats::ask(int chair, const Proposal& proposal, const std::vector<int>& r
     out.put(static_cast<uint32_t>(joiners_.size()));
     for (const auto& [seat, joiner] : joiners_) out.put(seat).put(std::string_view(joiner.member.encode()));
   }
-  auto link = hub_->link(proposal.seating.members[chair], min(deadline, Deadline::after_ms(kDialMs)));
+  auto link = hub_->link(proposal.seating.members[chair], deadline);
   if (!link.is_ok()) {
     why_not = link.status().with("rank " + std::to_string(chair));
     if (link.status().code() == Code::peer_lost) group()->lose_seat(chair, link.status());
@@ -306,7 +306,7 @@ Status Seats::preside(Proposal own, const std::vector<int>& remove, int at_least
   // Whom nobody has talked to yet may be dead without anybody's knowing.
   for (int seat : own.seating.active_seats()) {
     if (seat == seat_ || contains(own.lost, seat)) continue;
-    const auto link = hub_->link(own.seating.members[seat], min(deadline, Deadline::after_ms(kDialMs)));
+    const auto link = hub_->link(own.seating.members[seat], deadline);
     if (!link.is_ok() && link.status().code() == Code::peer_lost) group()->lose_seat(seat, link.status());
   }
   std::unique_lock lock(mutex_);

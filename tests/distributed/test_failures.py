@@ -168,7 +168,7 @@ def destroyed(rank: int, world: int) -> None:
     assert time.monotonic() - begin < 5
     for work in (*works, strided):
         # Closed on this side, or the other has left first.
-        assert _seconds(work.wait, "was closed|has left the group") < 2
+        assert _seconds(work.wait, "was closed|has left the group") < SEEN_S
     dist.barrier()
 
 

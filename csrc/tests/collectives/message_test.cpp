@@ -1,4 +1,6 @@
+#include <arpa/inet.h>
 #include <doctest/doctest.h>
+#include <sys/socket.h>
 
 #include <numeric>
 
@@ -201,4 +203,41 @@ TEST_CASE("what the receiver took before it left has been sent") {
   const Status status = send->wait(deadline);
   CHECK_MESSAGE(status.is_ok(), status.to_string());
   CHECK(in == out);
+}
+
+TEST_CASE("a rank that is stopped before first contact is lost after the silence that is borne, whatever the timeout") {
+  // As the kernel answers for a stopped process: the connection is made, and nobody reads.
+  UniqueFd stopped(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t nbytes = sizeof address;
+  REQUIRE(::bind(stopped.get(), reinterpret_cast<sockaddr*>(&address), nbytes) == 0);
+  REQUIRE(::listen(stopped.get(), 16) == 0);
+  REQUIRE(::getsockname(stopped.get(), reinterpret_cast<sockaddr*>(&address), &nbytes) == 0);
+
+  HubOptions options;
+  options.token = "secret";
+  options.heartbeat_limit_ms = 1000;
+  auto hub = Hub::create(options);
+  REQUIRE(hub.is_ok());
+  GroupOptions group;
+  group.id = random_id();
+  group.members = {(*hub)->self(), (*hub)->self()};
+  group.members[1].engine = random_id();
+  group.members[1].addresses = {"tcp://127.0.0.1:" + std::to_string(ntohs(address.sin_port))};
+  auto joined = Group::join(*hub, group);
+  REQUIRE(joined.is_ok());
+  const int64_t begin = steady_ns();
+  int value = 1;
+  const RequestPtr send = (*joined)->send(1, kP2p, 5, &value, sizeof value, Deadline::after_ms(60'000));
+  const Status status = send->wait(Deadline::never());
+  CHECK(status.code() == Code::peer_lost);
+  CHECK(status.message().find("rank 1") != std::string::npos);
+  CHECK(status.message().find("no answer") != std::string::npos);
+  Scratch scratch;
+  const Status after = barrier({**joined, 1, Deadline::after_ms(60'000), scratch});
+  CHECK(after.message().find("rank 1") != std::string::npos);
+  CHECK(steady_ns() - begin < 5'000'000'000);
+  (*joined)->leave(Deadline::after_ms(100));
 }

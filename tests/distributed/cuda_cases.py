@@ -37,7 +37,7 @@ class FakeDevice:
 
     def fill_late(self, tensor: torch.Tensor, value: float) -> None:
         """A kernel on the current stream that takes its time."""
-        self.cuda.queue_fill(tensor, value, 300)
+        self.cuda.queue_fill(tensor, value, 1000)  # ms: busy machines look later
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """A kernel on the current stream."""
@@ -177,15 +177,17 @@ def dropped(rank: int, world: int, fake: bool) -> None:
     """Nobody keeps the tensors, nor the work: their memory is nobody else's before the end."""
     on = device(fake)
     for n in (1000, LARGE):
-        out = on.put(torch.zeros(n))
-        for _ in range(10):
+        out, others = on.put(torch.zeros(n)), []
+        for turn in range(10):
             tensor = on.put(torch.zeros(n))
-            on.fill_late(tensor, rank + 1) if _ == 0 else on.copy(tensor, out)
+            on.fill_late(tensor, rank + 1) if turn == 0 else on.copy(tensor, out)
             dist.all_reduce(tensor, async_op=True)
             del tensor
-            on.put(torch.full((n,), 7.0))
+            others.append(on.put(torch.full((n,), 7.0)))
         dist.all_reduce(out)
         assert torch.equal(out.cpu(), torch.zeros(n))
+        on.synchronize()
+        assert all(torch.equal(other.cpu(), torch.full((n,), 7.0)) for other in others)
 
 
 def futures(rank: int, world: int, fake: bool) -> None:
@@ -336,3 +338,17 @@ def mixed_devices(rank: int, world: int, fake: bool) -> None:
     tensor = on.put(torch.ones(3))
     dist.all_reduce(tensor)
     assert torch.equal(tensor.cpu(), torch.full((3,), float(world)))
+
+
+# What needs no more than two ranks and a device, for the fake one and for a GPU.
+CASES = [
+    every_collective,
+    order,
+    dropped,
+    futures,
+    messages,
+    never_comes,
+    aborted,
+    sparse_and_barrier,
+    mixed_devices,
+]

@@ -15,20 +15,7 @@ from worlds import run_world
 import torch_mooncake.distributed as tmd
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        cuda_cases.every_collective,
-        cuda_cases.order,
-        cuda_cases.dropped,
-        cuda_cases.futures,
-        cuda_cases.messages,
-        cuda_cases.never_comes,
-        cuda_cases.aborted,
-        cuda_cases.sparse_and_barrier,
-        cuda_cases.mixed_devices,
-    ],
-)
+@pytest.mark.parametrize("case", cuda_cases.CASES)
 def test_case(case: Callable[..., Any]) -> None:
     run_world(2, case, True)
 

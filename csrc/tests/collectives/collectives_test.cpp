@@ -2,27 +2,13 @@
 
 #include <doctest/doctest.h>
 
+#include "collectives/numbers.h"
 #include "collectives/world.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::coll;
 
 namespace {
-// Element i of rank r's input; small integers, so that sums are exact.
-float value(int rank, uint64_t i) { return static_cast<float>((i * 3 + rank * 17) % 101); }
-std::vector<float> input(int rank, uint64_t n) {
-  std::vector<float> out(n);
-  for (uint64_t i = 0; i < n; ++i) out[i] = value(rank, i);
-  return out;
-}
-std::vector<float> sum(int ranks, uint64_t n) {
-  std::vector<float> out(n);
-  for (int r = 0; r < ranks; ++r) {
-    for (uint64_t i = 0; i < n; ++i) out[i] += value(r, i);
-  }
-  return out;
-}
-
 void check_all(World& world, uint64_t n) {
   CAPTURE(n);
   const int size = world.size();

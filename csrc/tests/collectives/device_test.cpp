@@ -4,6 +4,7 @@
 
 #include <doctest/doctest.h>
 
+#include "collectives/numbers.h"
 #include "collectives/reduce.h"
 #include "collectives/stream_gate.h"
 #include "collectives/world.h"
@@ -55,19 +56,6 @@ struct FakeDevice final : Device {
   Status wait(Deadline deadline) override { return wait_for_stream(0, stream, deadline); }
   std::shared_ptr<void> keep() override { return scratch_memory ? scratch_memory : std::make_shared<int>(); }
 };
-
-float value(int rank, uint64_t i) { return static_cast<float>((i * 3 + rank * 17) % 101); }
-std::vector<float> input(int rank, uint64_t n) {
-  std::vector<float> out(n);
-  for (uint64_t i = 0; i < n; ++i) out[i] = value(rank, i);
-  return out;
-}
-std::vector<float> sum(int ranks, uint64_t n) {
-  std::vector<float> out(n);
-  for (int r = 0; r < ranks; ++r)
-    for (uint64_t i = 0; i < n; ++i) out[i] += value(r, i);
-  return out;
-}
 
 // Floats on the device, through a tensor's eyes: they are looked at by way of the driver.
 struct Floats {

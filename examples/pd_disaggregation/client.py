@@ -11,12 +11,13 @@ import aiohttp
 
 
 class RequestFailed(RuntimeError):
-    """The front's error, with its HTTP status (0: in the middle of a stream)."""
+    """The front's error, with its HTTP status (0: in the middle of a stream), and when to come again if it says so."""
 
-    def __init__(self, status: int, body: dict) -> None:
+    def __init__(self, status: int, body: dict, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {body['error']['message']}")
         self.status = status
         self.error = body["error"]
+        self.retry_after_s = retry_after_s
 
 
 @dataclass
@@ -37,7 +38,8 @@ async def ask(url: str, path: str, body: dict, *, on_text: Callable[[str], None]
     body = {"return_token_ids": True, "stream": on_text is not None, **body}
     async with aiohttp.ClientSession(read_bufsize=1 << 20) as http, http.post(url + path, json=body) as response:
         if response.status != 200:
-            raise RequestFailed(response.status, await response.json())
+            retry_after = response.headers.get("Retry-After")
+            raise RequestFailed(response.status, await response.json(), float(retry_after) if retry_after else None)
         if on_text is None:
             whole = await response.json()
             choice = whole["choices"][0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_mooncake.errors import Busy, Cancelled, Closed, DeadlineExceeded, Error, InvalidArgument, PeerLost
 from torch_mooncake.kv import wire
-from torch_mooncake.kv.layout import PagedKV
+from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.pages import PageAllocator
 
 if TYPE_CHECKING:

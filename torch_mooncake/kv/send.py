@@ -14,7 +14,8 @@ import torch
 
 from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, LayoutMismatch
 from torch_mooncake.kv import wire
-from torch_mooncake.kv.layout import PagedKV, PagedKVLayout
+from torch_mooncake.kv.cache import PagedKV
+from torch_mooncake.kv.layout import PagedKVLayout
 
 if TYPE_CHECKING:
     from torch_mooncake.transfer import Engine, Op, Peer, Region, RemoteRegion

@@ -150,7 +150,8 @@ class Exchange:
         self._boundaries = ours.boundaries, theirs.boundaries
         ids = self._ours.layer_ids if layers is None else layers
         chosen = zip(ids, self._ours.chosen(ids), self._theirs.chosen(ids), strict=True)
-        self._program = Program([_pairs(layer, a, b, our_heads, their_heads) for layer, a, b in chosen])
+        heads = our_heads or range(self._ours.kv_heads), their_heads or range(self._theirs.kv_heads)
+        self._program = Program([self._pairs(layer, a, b, *heads) for layer, a, b in chosen])
 
     def runs(self, our_ids: object, their_ids: object) -> Runs:
         """Page `our_ids[i]` there is page `their_ids[i]`. Ids may repeat: whoever writes sees to it that no page is a
@@ -159,6 +160,25 @@ class Exchange:
         if len(here) != len(there):
             raise InvalidArgument(f"{len(here)} of our pages, but {len(there)} of theirs")
         return split_at(self._program.runs(here, there), *self._boundaries)
+
+    def _pairs(
+        self, layer: int, ours: Sequence[Plane], theirs: Sequence[Plane], our_heads: range, their_heads: range
+    ) -> list[Pair]:
+        here, there = _parts(ours), _parts(theirs)
+        if here.keys() != there.keys():
+            raise LayoutMismatch(f"layer {layer}: planes {', '.join(here)} here, {', '.join(there)} there")
+        pairs = []
+        for role, plane in here.items():
+            pair = Pair(
+                narrow_heads(plane, our_heads, self._ours.kv_heads),
+                narrow_heads(there[role], their_heads, self._theirs.kv_heads),
+            )
+            for name in ("dtype", *"NHD"):
+                a, b = (getattr(p, name) if name == "dtype" else p.size(name) for p in pair)
+                if a != b:
+                    raise LayoutMismatch(f"layer {layer}, plane {role}: {name} {a} here, {b} there")
+            pairs.append(pair)
+        return pairs
 
 
 def runs(
@@ -178,23 +198,3 @@ def runs(
 
 def _parts(planes: Sequence[Plane]) -> dict[str, Plane]:
     return {part.role: part for plane in planes for part in parts_of(plane)}
-
-
-def _pairs(
-    layer: int, ours: Sequence[Plane], theirs: Sequence[Plane], our_heads: range | None, their_heads: range | None
-) -> list[Pair]:
-    here, there = _parts(ours), _parts(theirs)
-    if here.keys() != there.keys():
-        raise LayoutMismatch(f"layer {layer}: planes {', '.join(here)} here, {', '.join(there)} there")
-    pairs = []
-    for role, plane in here.items():
-        pair = Pair(
-            plane if our_heads is None else narrow_heads(plane, our_heads),
-            there[role] if their_heads is None else narrow_heads(there[role], their_heads),
-        )
-        for name in ("dtype", *"NHD"):
-            a, b = (getattr(p, name) if name == "dtype" else p.size(name) for p in pair)
-            if a != b:
-                raise LayoutMismatch(f"layer {layer}, plane {role}: {name} {a} here, {b} there")
-        pairs.append(pair)
-    return pairs

@@ -61,7 +61,7 @@ class Plane:
                 _check_int(name, value, at_least=1 if name == "shape" else 0)
         if "K" in self.axes and self.shape[0] != 2:
             raise InvalidArgument(f"axis K (key, value) has size {self.shape[0]}, not 2")
-        self.extent(2)
+        self.extent(1)  # no element of a page over another
 
     @property
     def item_nbytes(self) -> int:

@@ -259,13 +259,16 @@ def _content_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[s
 
 
 def _narrowed(group: Group, heads: range) -> Group:
-    layers = tuple((layer, tuple(narrow_heads(plane, heads) for plane in planes)) for layer, planes in group.layers)
+    layers = tuple(
+        (layer, tuple(narrow_heads(p, heads, group.kv_heads) for p in planes)) for layer, planes in group.layers
+    )
     return replace(group, layers=layers, kv_heads=len(heads))
 
 
-def narrow_heads(plane: Plane, heads: range) -> Plane:
-    """The plane with only the heads `heads` (of step one). Unsupported when it has no head axis to cut."""
-    if heads == range(plane.size("H")):
+def narrow_heads(plane: Plane, heads: range, kv_heads: int) -> Plane:
+    """The plane with only the heads `heads` (of step one) of the group's `kv_heads`. Unsupported when it has no head
+    axis to cut."""
+    if heads == range(kv_heads):
         return plane
     if "H" not in plane.axes:
         raise Unsupported(f"plane {plane.role!r} has no head axis: it cannot be divided between ranks")

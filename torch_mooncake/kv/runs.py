@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_mooncake.errors import OutOfBounds
+from torch_mooncake.errors import InvalidArgument, OutOfBounds
 from torch_mooncake.kv.groups import Plane
 
 Int64s = NDArray[np.int64]
@@ -87,16 +87,19 @@ class Program:
 
 
 def checked_ids(pages: object, num_pages: int) -> Int64s:
-    """`pages` (ints, an array or a CPU tensor) as int64 [n]. OutOfBounds names the first that does not exist."""
-    ids = np.asarray(pages)
+    """`pages` (ints, an integer array or CPU tensor) as int64 [n]. InvalidArgument when they are no list of integers;
+    OutOfBounds names the position and value of the first that is not in 0..num_pages - 1."""
+    try:
+        ids = np.asarray(pages)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"page ids are {pages!r}, not one list of integers") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        ids = np.asarray([int(page) for page in ids.reshape(-1)])
-    ids = ids.astype(np.int64, copy=False)
+        raise InvalidArgument(f"page ids are {ids.dtype} of shape {ids.shape}, not one list of integers")
     wrong = np.flatnonzero((ids < 0) | (ids >= num_pages))
     if wrong.size:
         place = int(wrong[0])
         raise OutOfBounds(f"page {int(ids[place])} is not in 0..{num_pages - 1} (position {place} of {ids.size})")
-    return ids
+    return ids.astype(np.int64, copy=False)
 
 
 def split_at(runs: Runs, ours: Sequence[Boundary], theirs: Sequence[Boundary]) -> Runs:

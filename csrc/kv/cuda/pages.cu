@@ -160,7 +160,7 @@ int64_t alignment(const PageCopy& copy) {
   return static_cast<int64_t>(bits & -bits);
 }
 
-void copy_pages(const PageCopy& copy, const CudaRun& run, CudaVerdict* out) {
+void run_copy(const PageCopy& copy, const CudaRun& run, CudaVerdict* out) {
   if (copy.page.num_dims > 0 || copy.in_place) {
     out->code = Code::unsupported;
     std::snprintf(out->message, sizeof out->message, "the CUDA copy needs contiguous pages and two pools");
@@ -214,6 +214,6 @@ void guarded(const Call& call, const CudaRun& run, CudaVerdict* out) {
 
 extern "C" TM_API const torch_mooncake::kv::CudaKernels* torch_mooncake_cuda_kernels_2() {
   using namespace torch_mooncake::kv;
-  static const CudaKernels kernels{guarded<PageCopy, copy_pages>, nullptr, nullptr, nullptr};
+  static const CudaKernels kernels{guarded<PageCopy, run_copy>, nullptr, nullptr, nullptr};
   return &kernels;
 }

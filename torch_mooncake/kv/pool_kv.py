@@ -14,8 +14,8 @@ import numpy as np
 from torch_mooncake import aio, context
 from torch_mooncake.clock import deadline_ns
 from torch_mooncake.errors import Corrupt, Error, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, page_hashes, root_hash
-from torch_mooncake.kv.layout import PagedKV
 from torch_mooncake.kv.page_keys import PREFIX, page_meta
 from torch_mooncake.tensors import Decoded, Tensor, describe_tensor
 

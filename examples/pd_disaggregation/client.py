@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -27,6 +28,7 @@ class Answer:
     token_ids: list[int]
     usage: dict
     metrics: dict
+    token_times: list[float] = field(default_factory=list)  # of perf_counter, one a token, if it was streamed
 
     @property
     def reused_tokens(self) -> int:
@@ -49,7 +51,7 @@ async def ask(url: str, path: str, body: dict, *, on_text: Callable[[str], None]
 
 
 async def _collect(response: aiohttp.ClientResponse, on_text: Callable[[str], None]) -> Answer:
-    text, prompt, tokens = "", [], []
+    text, prompt, tokens, times = "", [], [], []
     summary: dict[str, Any] = {}
     async for raw in response.content:
         line = raw.strip()
@@ -62,10 +64,11 @@ async def _collect(response: aiohttp.ClientResponse, on_text: Callable[[str], No
         piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
         prompt += event.get("prompt_token_ids", [])
         tokens += choice["token_ids"]
+        times += [time.perf_counter()] * len(choice["token_ids"])
         text += piece
         on_text(piece)
         if "usage" in event:
             summary = event
     if not summary:
         raise RequestFailed(0, {"error": {"message": "the stream ended early"}})
-    return Answer(text, prompt, tokens, summary["usage"], summary["metrics"])
+    return Answer(text, prompt, tokens, summary["usage"], summary["metrics"], times)

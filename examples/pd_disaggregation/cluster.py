@@ -7,6 +7,7 @@ after its last client, because TM_LINGER_S is 0.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -69,6 +70,25 @@ class Shape:
             f"--name={process}", f"--role={role}", f"--tp={tp}", f"--pages={self.pages}",
             f"--pool-parts={math.lcm(self.prefill_tp, self.decode_tp)}", f"--chunk-size={self.chunk_size}",
         ]  # fmt: skip
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, default: Shape) -> None:
+    """--prefill, --decode and so on; `shape_of` reads them."""
+    for name, what in {
+        "prefill": "prefill workers",
+        "decode": "decode workers",
+        "prefill_tp": "tensor-parallel ranks of each prefill worker",
+        "decode_tp": "tensor-parallel ranks of each decode worker",
+        "pages": "KV pages of 16 tokens of each worker",
+        "chunk_size": "prompt tokens a forward pass",
+    }.items():
+        value = getattr(default, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"{what} (default {value})")
+
+
+def shape_of(args: argparse.Namespace, **more: Any) -> Shape:
+    names = ("prefill", "decode", "prefill_tp", "decode_tp", "pages", "chunk_size")
+    return Shape(**{name: getattr(args, name) for name in names}, **more)
 
 
 class ChildFailed(RuntimeError):

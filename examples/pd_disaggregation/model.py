@@ -81,6 +81,18 @@ def _load_checkpoint(path: Path):
     return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
+def vocabulary_of(run_dir: Path) -> range:
+    """Token ids that prompts may be drawn from: those of the tokenizer that the trainer left there, but the special
+    ones (which come first or last)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "tokenizer")
+    special = set(tokenizer.all_special_ids)
+    first = next(token for token in range(len(tokenizer)) if token not in special)
+    last = next(token for token in reversed(range(len(tokenizer))) if token not in special)
+    return range(first, last + 1)
+
+
 def eos_token_ids(model) -> list[int]:
     """What ends an answer of plain generation."""
     ids = model.generation_config.eos_token_id

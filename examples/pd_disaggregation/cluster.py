@@ -53,6 +53,11 @@ class Shape:
             f"decode-{index}" for index in range(self.decode)
         ]
 
+    @property
+    def pool_parts(self) -> int:
+        """Into how many objects the pool cuts the heads of a page: what the finest cut needs."""
+        return math.lcm(self.prefill_tp, self.decode_tp)
+
     def __str__(self) -> str:
         return f"{self.prefill} × prefill TP {self.prefill_tp}, {self.decode} × decode TP {self.decode_tp}"
 
@@ -68,7 +73,7 @@ class Shape:
         tp = self.prefill_tp if role == "prefill" else self.decode_tp
         return [
             f"--name={process}", f"--role={role}", f"--tp={tp}", f"--pages={self.pages}",
-            f"--pool-parts={math.lcm(self.prefill_tp, self.decode_tp)}", f"--chunk-size={self.chunk_size}",
+            f"--pool-parts={self.pool_parts}", f"--chunk-size={self.chunk_size}",
         ]  # fmt: skip
 
 
@@ -152,14 +157,14 @@ class Cluster:
                 start_new_session=True,
             )
 
-    def start_all(self) -> None:
-        """Everything, the first weights published and taken."""
+    def start_all(self) -> dict:
+        """Everything, and the first weights published. Returns what the trainer says of that."""
         self.attach()
-        for name in ("trainer", *self.shape.workers):
+        for name in ("trainer", *self.shape.workers):  # the workers import while the trainer loads
             self.start(name)
         self.trainer_answer()
         self.start("front")
-        self.ask_trainer(publish=0)
+        return self.ask_trainer(publish=0)
 
     def restart(self, name: str, number: int = signal.SIGTERM) -> None:
         """Ends a worker by that signal and starts another in its place; does not wait for it."""

@@ -263,6 +263,7 @@ class Rank:
         """Of every rank."""
         return self.group.gather(
             {
+                "pid": os.getpid(),
                 "pages_available": self.allocator.available,
                 "pages_quarantined": self.allocator.quarantined,
                 "sequences": len(self._sequences),

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -132,6 +132,7 @@ class Router:
                     if metrics.retries == self._retries:
                         raise
                     metrics.retries += 1
+                    await self._look_after(metrics.workers)
                     continue
             metrics.total_s = time.perf_counter() - metrics.started
             return
@@ -159,14 +160,18 @@ class Router:
         decode, prefill = await self.choose("decode"), await self.choose("prefill")
         metrics.workers = [prefill.name, decode.name]
         prefilling: asyncio.Task[dict] | None = None
+        length = len(body["prompt_token_ids"])
+        prefill_busy = ExitStack()  # left when the prompt is done, or when all is
+        prefill_busy.enter_context(_busy(prefill, length))
         try:
-            with _busy(decode, len(body["prompt_token_ids"]) + body["max_tokens"]):
+            with _busy(decode, length + body["max_tokens"]), prefill_busy:
                 async with self._job(decode, "/generate", body | {"engines": prefill.engines}) as job:
                     while (event := await _next(job, prefilling)) is not None:
                         if "tickets" in event:
                             prefilling = asyncio.create_task(
                                 self._prefill(prefill, body | {"tickets": event["tickets"]})
                             )
+                            prefilling.add_done_callback(lambda _: prefill_busy.close())
                         else:
                             yield event["token"]
                     metrics.decode = job.result
@@ -184,10 +189,9 @@ class Router:
                 prefilling.cancel()
 
     async def _prefill(self, place: Place, body: dict) -> dict:
-        with _busy(place, len(body["prompt_token_ids"])):
-            async with self._job(place, "/prefill", body) as job:
-                await job.next()
-                return job.result
+        async with self._job(place, "/prefill", body) as job:
+            await job.next()
+            return job.result
 
     @asynccontextmanager
     async def _job(self, place: Place, path: str, body: dict) -> AsyncIterator[_Events]:
@@ -200,6 +204,16 @@ class Router:
         except (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError) as error:
             self.forget(place)
             raise WorkerUnavailable(place.role, f"{place.name}: {type(error).__name__}: {error}") from error
+
+    async def _look_after(self, names: list[str]) -> None:
+        """Forgets those of these workers that are not there any more: one that cannot reach another says only that."""
+        for place in [self.places[name] for name in names if name in self.places]:
+            try:
+                timeout = aiohttp.ClientTimeout(total=2)
+                async with self._http.get(f"{place.url}/alive", timeout=timeout) as response:
+                    response.raise_for_status()
+            except (aiohttp.ClientError, asyncio.TimeoutError):
+                self.forget(place)
 
     # ---- all of them --------------------------------------------------------------------------------------------
     async def health(self) -> dict[str, dict]:

@@ -5,7 +5,7 @@ one makes it a prefill worker, a decode worker, or both.
     POST /generate   a prompt that somebody else computes: gives tickets for its pages, then the answer
     POST /complete   both, here
     POST /weights    takes the next published weights
-    GET  /health
+    GET  /alive     that this process runs;  GET /health     how it does
 
 The first three answer with one JSON object a line: {"tickets": […]} from /generate, {"token": 123} for each token, and
 at the end {"done": {…}} or {"error": {…}}. While there is nothing to say, {} every other second: who hears nothing for
@@ -138,6 +138,9 @@ class Worker:
         outcome = await self.on_compute_thread("update_weights", (await request.json()).get("timeout_s", 60))
         return web.json_response(outcome, status=500 if "error" in outcome else 200)
 
+    async def alive(self, _: web.Request) -> web.Response:
+        return web.json_response({})
+
     async def health(self, _: web.Request) -> web.Response:
         ranks = await self.on_compute_thread("stats")
         return web.json_response(
@@ -149,6 +152,7 @@ class Worker:
                 # Of the rank that has least.
                 "pages_available": min(rank["pages_available"] for rank in ranks),
                 "pages_quarantined": max(rank["pages_quarantined"] for rank in ranks),
+                "sequences": ranks[0]["sequences"],
                 **ranks[0]["counters"],
                 "ranks": ranks,
             }
@@ -186,6 +190,7 @@ async def serve(args: argparse.Namespace, children: list[int]) -> int:
             web.post("/generate", functools.partial(worker.job, kind="decode")),
             web.post("/complete", functools.partial(worker.job, kind="both")),
             web.post("/weights", worker.weights),
+            web.get("/alive", worker.alive),
             web.get("/health", worker.health),
         ]
     )

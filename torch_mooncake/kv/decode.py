@@ -217,7 +217,9 @@ class DecodeSession:
             for rank in sorted(needed):
                 receiver.inbox.enlist(by_rank[rank].session, wire.DECODE, self)
                 told.append(by_rank[rank])
-                self._say_hello(self._sources[rank])
+                self._say_hello(by_rank[rank], self._sources[rank].remotes[0].transport)
+            for rank in by_rank.keys() - needed:  # they need not wait for us
+                self._say_hello(by_rank[rank], "")
         except BaseException as error:
             for ticket in tickets:
                 receiver.inbox.dismiss(ticket.session, wire.DECODE)
@@ -240,7 +242,7 @@ class DecodeSession:
         source.remotes = [source.peer.open(region, timeout=left(self.deadline)) for region in ticket.regions]
         return source
 
-    def _say_hello(self, source: Source) -> None:
+    def _say_hello(self, ticket: wire.Ticket, transport: str) -> None:
         receiver = self._receiver
         contact = receiver.inbox.contact
         body = {
@@ -249,13 +251,13 @@ class DecodeSession:
             "addresses": contact.addresses,
             "mailbox": contact.mailbox,
             "wire": self.wire,
-            "transport": source.remotes[0].transport,
+            "transport": transport,
             "reserved": [len(pages) for pages in self.group_pages],
             "prompt": self._prompts,
         }
-        note = wire.Note(source.session_id, "hello", wire.PREFILL, source.attempt, receiver.place.rank, body=body)
+        note = wire.Note(ticket.session, "hello", wire.PREFILL, ticket.attempt, receiver.place.rank, body=body)
         limit = left(self.deadline)
-        receiver.inbox.send(source.contact, wire.encode(note), limit).wait(limit)
+        receiver.inbox.send(ticket.contact, wire.encode(note), limit).wait(limit)
 
     def _drop(self) -> None:
         """It has not begun."""

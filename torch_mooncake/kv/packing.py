@@ -36,7 +36,9 @@ class Packer:
     def __init__(self, kv: PagedKV) -> None:
         self._kv = kv
         self._planes = {
-            layer: (group.num_pages, planes) for group in kv.layout.groups for layer, planes in group.layers
+            layer: (group.num_pages, group.kv_heads, planes)
+            for group in kv.layout.groups
+            for layer, planes in group.layers
         }
         self._parts: dict[tuple[int, range | None], list[_Part]] = {}
 
@@ -55,7 +57,7 @@ class Packer:
             if wire == "packed_fp8":
                 pages = _gather(part.view, ids)
                 quantized, scales = _fp8_places(part, out, at, len(ids))
-                ops.quantize_pages(pages, part.scale_axes, FP8, q=quantized, scales=scales)
+                ops.quantize_pages(pages, part.scale_axes, FP8, out=(quantized, scales))
             else:
                 _gather(part.view, ids, _typed(out, at, part.view.dtype, shape))
             at += _part_nbytes(part, len(ids), wire)
@@ -70,15 +72,17 @@ class Packer:
                 pages = ops.dequantize_pages(quantized, scales, part.scale_axes, part.view.dtype)
             else:
                 pages = _typed(data, at, part.view.dtype, shape)
-            part.view.index_copy_(0, ids.to(part.view.device), pages)
+            ops.scatter_pages(part.view, ids.to(part.view.device), pages)
             at += _part_nbytes(part, len(ids), wire)
 
     def _of(self, layer: int, heads: range | None) -> list[_Part]:
         found = self._parts.get((layer, heads))
         if found is None:
-            num_pages, planes = self._planes[layer]
+            num_pages, kv_heads, planes = self._planes[layer]
             parts = sorted((part for plane in planes for part in parts_of(plane)), key=lambda part: part.role)
-            found = [self._view(part if heads is None else narrow_heads(part, heads), num_pages) for part in parts]
+            if heads is not None:
+                parts = [narrow_heads(part, heads, kv_heads) for part in parts]
+            found = [self._view(part, num_pages) for part in parts]
             self._parts[layer, heads] = found
         return found
 
@@ -124,4 +128,4 @@ def _aligned(nbytes: int) -> int:
 
 
 def _gather(view: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.index_select(view, 0, ids.to(view.device), out=out)
+    return ops.gather_pages(view, ids.to(view.device), out=out)

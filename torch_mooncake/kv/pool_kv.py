@@ -139,8 +139,8 @@ class PoolKV:
         return count
 
     def load(self, hashes: Sequence[PageHash], pages: Sequence[int], *, timeout: float | None = 30) -> PrefixLoad:
-        """Begins to load the longest leading run of ``hashes`` that the pool has into the cache's ``pages``. Returns when
-        its length (``hits``) is known; layers come in their order while the caller computes.
+        """Begins to load the longest leading run of ``hashes`` that the pool has into the cache's ``pages``. Returns
+        when its length (``hits``) is known; layers come in their order while the caller computes.
 
             with pool_kv.load(hashes, pages) as load:
                 for layer in range(layers):

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ class Cluster:
         async with aiohttp.ClientSession() as http, http.get(f"{self.front_url()}/healthz") as response:
             return await response.json()
 
-    async def all_well(self, timeout_s: float = 120, *, unlike: dict[str, int] = {}) -> dict[str, dict]:
+    async def all_well(self, timeout_s: float = 120, *, unlike: Mapping[str, int] = {}) -> dict[str, dict]:
         """The workers' states once all of `shape` answer, those in `unlike` with another pid than there; ChildFailed as
         soon as one has died instead."""
         deadline = time.monotonic() + timeout_s

@@ -2,11 +2,11 @@
 
     python examples/pd_disaggregation/demo.py [--model smollm2|random|FOLDER] [--prefill N] [--decode M] …
 
-Starts a pool node, a trainer, an HTTP front, N prefill and M decode workers; holds two conversations that share a system
-prompt, replacing a prefill worker in between; spoils a page of the pool; kills workers under way; asks for too much;
-replays a trace disaggregated and colocated; publishes new weights; and runs other tensor-parallel degrees. Ends with
-tables and a list of claims, each of which can fail. Exit status 0 when all hold, 1 when one does not, 2 when the model
-cannot be had.
+Starts a pool node, a trainer, an HTTP front, N prefill and M decode workers; holds two conversations that share a
+system prompt, replacing a prefill worker in between; spoils a page of the pool; kills workers under way; asks for too
+much; replays a trace disaggregated and colocated; publishes new weights; and runs other tensor-parallel degrees. Ends
+with tables and a list of claims, each of which can fail. Exit status 0 when all hold, 1 when one does not, 2 when the
+model cannot be had.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ class Faults:
         self.console.print(f"[yellow]{victim} killed[/] (pid {pid}) with {requests} answers under way")
         answers = await asyncio.gather(*asking)
         moved = sum(answer.metrics["retries"] > 0 for answer in answers)
-        self.checks.claim("answers of a killed decode worker go on elsewhere", moved > 0, f"{moved} of {requests} moved")
+        self.checks.claim(
+            "answers of a killed decode worker go on elsewhere", moved > 0, f"{moved} of {requests} moved"
+        )
         self.checks.answers("they are plain generation's", self.compared(answers))
         await self.cluster.all_well(unlike={victim: pid})
         await self.at_rest()

@@ -7,10 +7,13 @@ i of a page is one run of bytes in the rank's cache (see paged_cache.py), and ha
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 from paged_cache import AXES
 
 import torch_mooncake as tm
-from torch_mooncake.kv import PagedKV, PoolKV
+from torch_mooncake.kv import PagedKV, PoolKV, PrefixLoad
 
 
 def part_name(namespace: str, part: int, parts: int) -> str:
@@ -24,6 +27,7 @@ class HeadPool:
         held = parts // size
         heads = kv.layers[0].shape[1] // held
         self._page_size = kv.layout.page_size
+        self.loads_failed = 0
         self.parts = [
             PoolKV(
                 tm,
@@ -33,13 +37,21 @@ class HeadPool:
             for index in range(held)
         ]
 
-    def load(self, prompt: list[int], pages: list[int], cache_salt: str) -> int:
-        """Fills `pages` with the prompt's longest prefix that is there with all its heads; returns its full pages. The
-        prompt's last token is always left to compute: its logits are the answer's first token."""
-        hits = (len(prompt) - 1) // self._page_size
-        for part in self.parts:
-            hits = part.get_pages(part.page_keys(prompt, cache_salt=cache_salt)[:hits], pages)
-        return hits
+    def load(self, prompt: list[int], pages: list[int], cache_salt: str) -> HeadLoad:
+        """Begins to fill `pages` with the prompt's longest prefix that is there. The prompt's last token is always left
+        to compute: its logits are the answer's first token."""
+        most = (len(prompt) - 1) // self._page_size
+        loads: list[PrefixLoad] = []
+        try:
+            for part in self.parts:
+                loads.append(part.load(part.page_keys(prompt, cache_salt=cache_salt)[:most], pages[:most]))
+        except tm.Error as error:  # costs the prefix, not the answer
+            for load in loads:
+                load.cancel()
+            self.loads_failed += 1
+            print(f"nothing loaded from the pool: {error}", flush=True)
+            return HeadLoad([], 0)
+        return HeadLoad(loads, sum(part.page_nbytes for part in self.parts))
 
     def store(self, tokens: list[int], pages: list[int], cache_salt: str, first: int = 0) -> None:
         """Stores the full pages of `tokens`, from page `first` on. What cannot be stored
@@ -52,10 +64,42 @@ class HeadPool:
                 part.stats.stores_refused += 1
                 print(f"{len(keys) - first} pages not stored: {error}", flush=True)
 
-    @property
-    def bytes_loaded(self) -> int:
-        return sum(part.stats.bytes_loaded for part in self.parts)
+
+class HeadLoad:
+    """Pages that come from the pool, layer by layer. `hits`: how many come with all their heads."""
+
+    def __init__(self, loads: Sequence[PrefixLoad], page_nbytes: int) -> None:
+        self._loads = loads
+        self._page_nbytes = page_nbytes
+        self.hits = min((load.hits for load in loads), default=0)
+        self.waited_s = 0.0
+        self.error: tm.Error | None = None
 
     @property
-    def load_s(self) -> float:
-        return sum(part.stats.load_s for part in self.parts)
+    def nbytes(self) -> int:
+        return self.hits * self._page_nbytes
+
+    def settle(self, hits: int) -> None:
+        """All ranks go on with this many. What comes beyond them must have come before it is computed over."""
+        self.hits = hits
+        if any(load.hits > hits for load in self._loads):
+            self._wait(lambda load: load.wait())
+
+    def wait_layer(self, layer: int) -> None:
+        """Returns when that layer of all pages is in place, or has failed: then `error` says so, and what has been
+        computed with it is worth nothing."""
+        self._wait(lambda load: load.wait_layer(layer))
+
+    def _wait(self, wait: Callable[[PrefixLoad], object]) -> None:
+        began = time.perf_counter()
+        try:
+            for load in self._loads:
+                wait(load)
+        except tm.Error as error:
+            self.error = self.error or error
+        self.waited_s += time.perf_counter() - began
+
+    def end(self) -> None:
+        """Returns when no byte lands any more."""
+        for load in self._loads:
+            load.cancel()

@@ -19,18 +19,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
-import trace
+import request_trace
 from checks import Checks, Comparison, compare
 from client import Answer, RequestFailed, ask
 from cluster import ChildFailed, Cluster, Shape, add_shape_arguments, shape_of
 from model import ModelUnavailable, check, vocabulary_of
 from plots import draw
 from report import show_checks, show_load, wide_console
+from request_trace import TimedRequest
 from rich.console import Console
 from rich.markup import escape
-from trace import TimedRequest
 
 MODES = ("disaggregated", "colocated")
 PERCENTILES = (50, 90, 99)
@@ -119,7 +120,7 @@ async def _one(url: str, request: TimedRequest, began: float, colocated: bool, s
             refusals += 1
             await asyncio.sleep(failed.retry_after_s or 1)
     at = answer.token_times
-    gaps = [after - before for before, after in zip(at, at[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(at)]
     return Served(request, answer, at[0] - start, gaps, time.perf_counter() - start, refusals)
 
 
@@ -147,8 +148,8 @@ async def both(url: str, requests: list[TimedRequest]) -> list[Replay]:
 
 
 def requests_for(args: argparse.Namespace, vocabulary: range) -> list[TimedRequest]:
-    rows = trace.read(args.trace, args.requests) if args.trace else trace.synthetic(args.requests)
-    return trace.scaled(
+    rows = request_trace.read(args.trace, args.requests) if args.trace else request_trace.synthetic(args.requests)
+    return request_trace.scaled(
         rows,
         rate=args.rate,
         shrink=args.shrink,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import matplotlib
 
 matplotlib.use("Agg")  # files only, no display
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 if TYPE_CHECKING:
     from load import Replay
@@ -18,8 +18,8 @@ _COLOURS = {"disaggregated": "tab:blue", "colocated": "tab:orange"}
 
 
 def draw(replays: Sequence[Replay], title: str, path: Path) -> None:
-    """A PNG of four panels: the distributions of TTFT and TBT (which part of the requests, of the gaps, took no longer),
-    TTFT over the time of arrival, and each request's longest gap."""
+    """A PNG of four panels: the distributions of TTFT and TBT (which part of all took no longer), TTFT over the time of
+    arrival, and each request's longest gap."""
     figure, ((ttft, tbt), (arrivals, longest)) = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     for replay in replays:
         style = {"label": replay.mode, "color": _COLOURS[replay.mode]}

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from head_pool import HeadPool
+from head_pool import HeadLoad, HeadPool
 from paged_cache import PagedCache, forward, pages_for
 from shard_weights import ShardWeights
 from tensor_parallel import Group
@@ -37,7 +37,8 @@ class KVSequence:
     pool: HeadPool  # of the weights it began with
     pages: list[int]
     length: int = 0  # tokens whose keys and values are in the pages
-    reused: int = 0  # pages of them that came from the pool
+    load: HeadLoad | None = None  # pages of them that come from the pool
+    reused: int = 0  # how many
     push: PrefillSession | None = None
     pushed: int = 0  # pages of every layer handed to it
     receive: DecodeSession | None = None
@@ -84,39 +85,61 @@ class Rank:
 
     # ---- a prompt -----------------------------------------------------------------------------------------------
     def begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
-        """Takes pages for `tokens` tokens, fills them with what the pool has of the prompt, and with `tickets` opens the
-        way to the decode ranks that gave them. Returns {"reused": tokens, …}, or {"error": …} with nothing held."""
+        """Takes pages for `tokens` tokens, begins to fill them with what the pool has of the prompt, and with `tickets`
+        opens the way to the decode ranks that gave them. {"reused": tokens}, or {"error": …} with nothing held."""
         outcomes = self.group.gather(_attempt(partial(self._begin, name, prompt, cache_salt, tokens, tickets)))
         if failed := _first_error(outcomes):
             self.release(name)
             return failed
         sequence = self._sequences[name]
-        sequence.reused = min(outcome["reused"] for outcome in outcomes)
+        assert sequence.load is not None
+        sequence.reused = min(outcome["hits"] for outcome in outcomes)
+        sequence.load.settle(sequence.reused)
         sequence.length = sequence.reused * self.kv.layout.page_size
-        return outcomes[0] | {"reused": sequence.length}
+        return {"reused": sequence.length}
 
     def _begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
         pages = self.allocator.take(pages_for(tokens, self.kv.layout.page_size))
         sequence = self._sequences[name] = KVSequence(prompt, cache_salt, self.pool, pages)
         if tickets:
             sequence.push = self._sender.open(tickets)
-        loaded, load_s = self.pool.bytes_loaded, self.pool.load_s
-        hits = self.pool.load(prompt, pages, cache_salt)
-        return {"reused": hits, "load_bytes": self.pool.bytes_loaded - loaded, "load_s": self.pool.load_s - load_s}
+        sequence.load = self.pool.load(prompt, pages, cache_salt)
+        return {"hits": sequence.load.hits}
 
     @torch.inference_mode()
-    def chunk(self, name: str, count: int) -> int | None:
-        """Runs the prompt's next `count` tokens. Layer by layer, pages that become full go on their way to the decode
-        worker; with the prompt's last token all do. Then rank 0 returns the answer's first token, else None."""
+    def chunk(self, name: str, count: int) -> dict:
+        """Runs the prompt's next `count` tokens. Each layer waits for its pages from the pool; when it is done, pages
+        that are full now go on their way to the decode worker, with the prompt's last token all. Returns {}, with the
+        last token {"token": the answer's first (of rank 0), "load_bytes": …, "load_wait_s": …}, or {"error": …}."""
         sequence = self._sequences[name]
         start, end = sequence.length, sequence.length + count
         last, size = end == len(sequence.prompt), self.kv.layout.page_size
         ready = pages_for(end, size) if last else end // size
-        cache = PagedCache(self.kv, [sequence.pages], [start], count, after_layer=partial(self._push, sequence, ready))
-        hidden = forward(self.model, cache, [sequence.prompt[start:end]])
+        load = sequence.load
+        assert load is not None
+        hidden = forward(
+            self.model,
+            PagedCache(
+                self.kv,
+                [sequence.pages],
+                [start],
+                count,
+                before_layer=load.wait_layer,
+                after_layer=partial(self._push, sequence, ready),
+            ),
+            [sequence.prompt[start:end]],
+        )
+        first = start == sequence.reused * size
         sequence.length, sequence.pushed = end, ready
         self.counters.prompt_tokens_run += count
-        return int(self.model.lm_head(hidden)[0].argmax()) if last and self.group.rank == 0 else None
+        if first and start:  # only then has anything been loaded
+            loaded = self.group.gather(failure(load.error) if load.error is not None else {})
+            if failed := _first_error(loaded):
+                return failed
+        if not last:
+            return {}
+        token = int(self.model.lm_head(hidden)[0].argmax()) if self.group.rank == 0 else 0
+        return {"token": token, "load_bytes": load.nbytes * self.group.size, "load_wait_s": load.waited_s}
 
     def _push(self, sequence: KVSequence, ready: int, layer: int) -> None:
         """A rank whose transfer has failed goes on computing, or the other ranks would wait for it; the decode side
@@ -232,6 +255,8 @@ class Rank:
             sequence.push.cancel()
         if sequence.receive is not None:
             sequence.receive.cancel()
+        if sequence.load is not None:
+            sequence.load.end()
         if sequence.moving is not None:
             sequence.moving.result()
         if sequence.receive is not None and sequence.receive.state != "done":
@@ -269,6 +294,7 @@ class Rank:
                 "sequences": len(self._sequences),
                 "counters": asdict(self.counters),
                 "stores_refused": sum(part.stats.stores_refused for part in self.pool.parts),
+                "loads_failed": self.pool.loads_failed,
                 "engine_stats": self.engine.stats(),
             }
         )

@@ -109,7 +109,7 @@ def show_turns(console: Console, turns: list[Turn]) -> None:
 
 
 _CAPTION = (
-    "loaded: from the pool. pushed: to the decode worker; its GB/s are over the time the prefill worker spent on it, "
+    "loaded: from the pool, pushed: to the decode worker; GB/s are over the time the prefill worker waited for it: "
     "what ran beside its computation is free"
 )
 

@@ -22,8 +22,8 @@ _FULL_S = 0.05  # the same for pages, when nothing is heard of any
 
 @dataclass
 class Job:
-    """One request, or the half of one that this worker has. `emit` is called on the compute thread, and last with "done"
-    or "error"."""
+    """One request, or the half of one that this worker has. `emit` is called on the compute thread, last with "done" or
+    "error"."""
 
     name: str
     kind: str  # "prefill": the prompt only. "decode": the answer only. "both"
@@ -161,8 +161,6 @@ class Scheduler:
             job.result = {
                 "prompt_tokens": len(job.prompt),
                 "reused_tokens": outcome["reused"],
-                "pool_load_bytes": outcome["load_bytes"],
-                "pool_load_s": outcome["load_s"],
                 "queue_s": time.perf_counter() - job.began,
                 "compute_s": 0.0,
             }
@@ -177,18 +175,20 @@ class Scheduler:
             return
         began = time.perf_counter()
         count = min(self.chunk_size, len(job.prompt) - job.computed)
-        token = self.ranks.call("chunk", job.name, count)
+        outcome = self.ranks.call("chunk", job.name, count)
         job.computed += count
         job.result["compute_s"] += time.perf_counter() - began
-        if token is None:
-            return
-        self.prompts.remove(job)
-        if job.kind == "both":
-            self.answers.append(job)
-            self._say(job, token)
-        else:
-            self.ranks.call("finish", job.name, token)
-            self.leaving.append(job)
+        if "error" in outcome:
+            self._end(self.prompts, job, outcome)
+        elif "token" in outcome:
+            self.prompts.remove(job)
+            job.result |= {"pool_load_bytes": outcome["load_bytes"], "pool_load_s": outcome["load_wait_s"]}
+            if job.kind == "both":
+                self.answers.append(job)
+                self._say(job, outcome["token"])
+            else:
+                self.ranks.call("finish", job.name, outcome["token"])
+                self.leaving.append(job)
 
     def _settle(self, jobs: list[Job], then: Callable[[Job, list[dict]], None]) -> None:
         for job in list(jobs):

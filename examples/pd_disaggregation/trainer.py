@@ -4,7 +4,8 @@ single-process transformers, says what the right answers are.
 One JSON command a line on stdin, one JSON answer a line on stdout:
     {"publish": step}                             the weights go to the pool as the next version
     {"train": 1}                                  a step of "training": every weight moves a little
-    {"generate": [token ids], "max_tokens": n}    ("ignore_eos": true) the reference answer, and the gap of the top two logits at each token
+    {"generate": [token ids], "max_tokens": n}    the reference answer, and the gap of the top two logits at each token;
+                                                  with "ignore_eos": true it has all n tokens
 """
 
 from __future__ import annotations

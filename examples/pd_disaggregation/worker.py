@@ -82,7 +82,6 @@ class Worker:
         self.args, self.rank = args, rank
         self.ranks = Ranks(rank)
         self.scheduler = Scheduler(self.ranks, chunk_size=args.chunk_size, max_batch=args.max_batch)
-        self.engines: list[str] = self.ranks.call("addresses")
         self.stop = asyncio.Event()
         self.failed = False
         self.compute = threading.Thread(target=self.scheduler.run, args=(self._compute_ended,), name="compute")
@@ -105,7 +104,6 @@ class Worker:
             eos=frozenset(body.get("eos_token_ids", ())),
             cache_salt=body.get("cache_salt", ""),
             tickets=[base64.b64decode(ticket) for ticket in body.get("tickets", ())],
-            engines=body.get("engines", []),
             timeout_s=body.get("timeout_s", 120),
         )
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -160,7 +158,7 @@ class Worker:
 
     def announcement(self, url: str) -> dict:
         args = self.args
-        return {"name": args.name, "role": args.role, "url": url, "engines": self.engines, "pid": os.getpid()}
+        return {"name": args.name, "role": args.role, "url": url, "pid": os.getpid()}
 
 
 async def serve(args: argparse.Namespace, children: list[int]) -> int:

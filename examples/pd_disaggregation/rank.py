@@ -78,7 +78,8 @@ class Rank:
     def update_weights(self, timeout_s: float) -> dict:
         """Takes the next published version, or returns {"error": …}. Its keys and values are other pages."""
         outcome = self.weights.update(timeout_s)
-        self.pool = self._head_pool(self._parts)
+        if "error" not in outcome:
+            self.pool = self._head_pool(self._parts)
         return outcome
 
     # ---- a prompt -----------------------------------------------------------------------------------------------

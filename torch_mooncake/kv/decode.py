@@ -189,7 +189,7 @@ class DecodeSession:
         except BaseException:
             self._drop()
             raise
-        receiver.inbox.enlist(self.id, wire.DECODE, self)
+        receiver.inbox.enlist(self.id, b"", self)
 
     def _pull(self, tickets: list[wire.Ticket]) -> None:
         """Every ticket is checked before the first prefill rank is told that we come."""
@@ -215,14 +215,14 @@ class DecodeSession:
             for rank in sorted(needed):
                 self._sources[rank] = self._source_of(by_rank[rank])
             for rank in sorted(needed):
-                receiver.inbox.enlist(by_rank[rank].session, wire.DECODE, self)
+                receiver.inbox.enlist(by_rank[rank].session, b"", self)
                 told.append(by_rank[rank])
                 self._say_hello(by_rank[rank], self._sources[rank].remotes[0].transport)
             for rank in by_rank.keys() - needed:  # they need not wait for us
                 self._say_hello(by_rank[rank], "")
         except BaseException as error:
             for ticket in tickets:
-                receiver.inbox.dismiss(ticket.session, wire.DECODE)
+                receiver.inbox.dismiss(ticket.session, b"")
                 if ticket in told or isinstance(error, LayoutMismatch):
                     note = wire.failed(ticket.session, wire.PREFILL, error, attempt=ticket.attempt, rank=our.rank)
                     receiver.inbox.post(ticket.contact, note)
@@ -238,7 +238,7 @@ class DecodeSession:
             self, ticket.session, ticket.attempt, ticket.contact, theirs, ticket.layout, ticket.place, feeds
         )  # fmt: skip
         self._attempts[ticket.place.rank] = ticket.attempt
-        source.peer = receiver.inbox.peer(ticket.contact.addresses, left(self.deadline))
+        source.peer = receiver.inbox.peer(ticket.contact, left(self.deadline))
         source.remotes = [source.peer.open(region, timeout=left(self.deadline)) for region in ticket.regions]
         return source
 
@@ -248,8 +248,7 @@ class DecodeSession:
         body = {
             "layout": receiver.layout_key,
             "place": [receiver.place.rank, receiver.place.size],
-            "addresses": contact.addresses,
-            "mailbox": contact.mailbox,
+            "contact": contact,
             "wire": self.wire,
             "transport": transport,
             "reserved": [len(pages) for pages in self.group_pages],
@@ -274,9 +273,14 @@ class DecodeSession:
             known = self._attempts.setdefault(note.rank, note.attempt)
         try:
             if known != note.attempt:
-                if note.kind == "hello":
-                    raise InvalidArgument(f"prefill rank {note.rank} opened the ticket twice: which pages are right?")
                 self._receiver.inbox.strays += 1
+                if note.kind == "hello":
+                    twice = InvalidArgument(f"prefill rank {note.rank} opened the ticket twice: which pages are right?")
+                    told = wire.failed(
+                        self.id, wire.PREFILL, twice, attempt=note.attempt, rank=self._receiver.place.rank
+                    )
+                    self._receiver.inbox.post(wire.contact_of(note.body), told)
+                    raise twice
             elif note.kind == "failed":
                 self._end(wire.rebuild_error(note, "prefill"), but=note.rank)
             elif note.kind == "hello":
@@ -291,6 +295,7 @@ class DecodeSession:
             self._end(InvalidArgument(f"not a note: {note.kind}, {type(error).__name__}: {error}"))
 
     def _heed(self, note: wire.Note) -> None:
+        self._sources[note.rank].heard = time.monotonic()
         if note.kind == "layer":
             self._arrive(note)
         elif note.kind in ("packed", "ready"):
@@ -313,7 +318,7 @@ class DecodeSession:
             raise LayoutMismatch(f"a prefill rank of {self._source_tp} ranks, and one of {place.size}")
         if place.rank != note.rank or all(place.rank not in ranks for ranks in sources):
             raise LayoutMismatch(f"prefill rank {note.rank} of {place.size} has nothing for this rank")
-        contact = wire.Contact(list(body["addresses"]), body["mailbox"])
+        contact = wire.contact_of(body)
         feeds = planning.feeds_of(theirs, place, receiver.kv.layout, receiver.place)
         source = Source(self, self.id, note.attempt, contact, theirs, body["layout"], place, feeds)
         source.wire, source.plan = str(body["wire"]), str(body["plan"])
@@ -391,8 +396,11 @@ class DecodeSession:
         if time.monotonic() >= self.deadline:
             total = len(self._arrived.group_of)
             self._end(DeadlineExceeded(f"{len(self.layers)} of {total} layers arrived before the deadline"))
-        elif not all(peer.alive for peer in self._peers) or not all(s.alive() for s in list(self._sources.values())):
-            self._end(PeerLost("the prefill engine is gone"))
+            return
+        gone = [f"{peer.name} is gone" for peer in self._peers if not peer.alive]
+        gone += [why for source in list(self._sources.values()) if (why := source.lost())]
+        if gone:
+            self._end(PeerLost(f"the prefill engine is lost: {gone[0]}"))
 
     def closed(self, error: Error) -> None:
         self._end(error)
@@ -411,7 +419,7 @@ class DecodeSession:
             self._changed.notify_all()
         receiver = self._receiver
         for session in {self.id, *(source.session_id for source in sources.values())}:
-            receiver.inbox.dismiss(session, wire.DECODE)
+            receiver.inbox.dismiss(session, b"", error)
         for rank, source in sources.items():
             if error is not None and rank != but:
                 source.say_failed(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from torch_mooncake.errors import (
 )
 from torch_mooncake.kv import plan as planning
 from torch_mooncake.kv import wire
+from torch_mooncake.kv.inbox import ALIVE_S
 from torch_mooncake.kv.layout import PagedKVLayout
 from torch_mooncake.kv.plan import Plan
 from torch_mooncake.kv.runs import checked_ids
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from torch_mooncake.kv.send import KVSender
     from torch_mooncake.transfer import Region
 
-_DOUBT_S = 2.0  # how long the end of a failed session waits for those who may be reading
+_DOUBT_S = 1.0  # how long the end of a failed session waits for those who may be reading
 _REASON_S = 0.5  # how long a push that failed waits for the other side's word why
 
 
@@ -80,6 +82,7 @@ class PrefillSession:
         self._jobs = 0  # pushes that are not dispatched yet
         self._dispatching = 0
         self._exposed_s = 0.0
+        self._said_alive = time.monotonic()
         self._error: Error | None = None
         self._ended = False  # no more pushes
         self._ended_at = 0.0
@@ -222,7 +225,7 @@ class PrefillSession:
                 self._add(ticket)
             self._sender.sessions.add(self)
             for target in self.targets:
-                inbox.enlist(target.session_id, wire.PREFILL, self)
+                inbox.enlist(target.session_id, self.attempt, self)
                 if target.plan.wire != "none":
                     target.say_hello()
                 if target.plan.wire == "direct" and target.num_regions > 1:
@@ -250,7 +253,7 @@ class PrefillSession:
         feeds = planning.feeds_of(ours, sender.place, theirs, ticket.place)
         target = Target(self, ticket.session, ticket.contact, theirs, ticket.layout, ticket.place, feeds)
         target.reserve(pages, ticket.prompt_pages)
-        peer = sender.inbox.peer(ticket.contact.addresses, left(self.deadline))
+        peer = sender.inbox.peer(ticket.contact, left(self.deadline))
         transport = target.reach(peer, ticket.regions)
         target.plan = planning.choose(
             planning.agree(self._asked, ticket.wire), ours, sender.place, theirs, ticket.place, feeds, transport,
@@ -267,7 +270,7 @@ class PrefillSession:
         # A registration of its own: withdrawing it fences this session's readers and no others.
         self._regions = sender.kv.register(sender.engine, writable=False, label="offered KV pages")
         sender.sessions.add(self)
-        sender.inbox.enlist(self.id, wire.PREFILL, self)
+        sender.inbox.enlist(self.id, self.attempt, self)
 
     def ticket(self) -> bytes:
         """Pull: what the decode ranks need. Carry it over any channel. No secret."""
@@ -295,7 +298,7 @@ class PrefillSession:
         """Pull: a decode rank has come (inbox thread)."""
         sender, body = self._sender, note.body
         place, theirs = wire.Place(*body["place"]), sender.layout_of(body["layout"])
-        contact = wire.Contact(list(body["addresses"]), body["mailbox"])
+        contact = wire.contact_of(body)
         if any(target.place.rank == place.rank for target in self.targets):
             raise InvalidArgument(f"decode rank {place.rank} used the ticket twice")
         check_layouts(sender.kv.layout, sender.place, theirs, place, "the decode cache differs")
@@ -378,7 +381,7 @@ class PrefillSession:
         for target in self.targets:
             for sent in list(target.sent):
                 sent.op.wait(left(self.deadline))
-                target.transport = sent.op.transport or target.transport
+                target.carried(sent)
         self._await(lambda: not any(target.unfetched or target.waiting for target in self.targets))
 
     def _await(self, reached: Callable[[], bool]) -> None:
@@ -409,13 +412,15 @@ class PrefillSession:
             elif note.kind == "hello" and self.pulled:
                 self._meet(note)
             elif target is not None and note.kind == "ack":
+                target.transport = str(note.body["transport"])
                 target.fetched(note.chunk)
             elif target is not None and note.kind == "closed":
                 target.closed = True
         except Error as error:
             if note.kind == "hello":
-                contact = wire.Contact(list(note.body["addresses"]), note.body["mailbox"])
-                self._sender.inbox.post(contact, self._failed_note(note.session, error))
+                with contextlib.suppress(InvalidArgument):  # nobody who could be told
+                    contact = wire.contact_of(note.body)
+                    self._sender.inbox.post(contact, self._failed_note(note.session, error))
             self._fail(error)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self._fail(InvalidArgument(f"not a note: {note.kind}, {type(error).__name__}: {error}"))
@@ -427,12 +432,18 @@ class PrefillSession:
         if self._ended:
             return
         for target in list(self.targets):
-            peer = target.peer or self._sender.inbox.known_peer(target.contact.addresses)
+            peer = target.peer or self._sender.inbox.known_peer(target.contact)
             if peer is not None and not peer.alive and not target.closed:
                 self._fail(PeerLost("the decode engine is gone", peer=peer.name))
                 return
-        if time.monotonic() >= self.deadline:
+        now = time.monotonic()
+        if now >= self.deadline:
             self._fail(DeadlineExceeded("the session's deadline has passed"))
+        elif now - self._said_alive >= ALIVE_S:
+            self._said_alive = now
+            for target in list(self.targets):
+                if target.plan.wire != "none" and not target.closed:
+                    target.say_alive()
 
     def closed(self, error: Error) -> None:
         self._fail(error)
@@ -508,7 +519,7 @@ class PrefillSession:
     def _settle(self) -> None:
         self._sender.sessions.discard(self)
         for session in {self.id, *(target.session_id for target in self.targets)}:
-            self._sender.inbox.dismiss(session, wire.PREFILL)
+            self._sender.inbox.dismiss(session, self.attempt, self._error)
         for target in self.targets:
             target.let_go()
         with self._changed:

@@ -249,12 +249,14 @@ class Target:
         body = {
             "layout": sender.layout_key,
             "place": [sender.place.rank, sender.place.size],
-            "addresses": contact.addresses,
-            "mailbox": contact.mailbox,
+            "contact": contact,
             "wire": self.plan.wire,
             "plan": str(self.plan),
         }
         self.sent.append(Sent(self._send(self._note("hello", NOTHING, -1, body=body)), NOTHING))
+
+    def say_alive(self) -> None:
+        self._sender.inbox.post(self.contact, self._note("alive", NOTHING, -1))
 
     def say_done(self, meta: dict[str, Any]) -> Op:
         body = {"meta": meta, "pages": self._extent, "chunks": self.chunks}
@@ -291,9 +293,13 @@ class Target:
                     self.sent[0].op.wait(0)
                 except Error as error:
                     return error
-            self.transport = self.sent[0].op.transport or self.transport
-            self.sent.popleft()
+            self.carried(self.sent.popleft())
         return None
+
+    def carried(self, sent: Sent) -> None:
+        """An op is done."""
+        if sent.op.nbytes:
+            self.transport = sent.op.transport
 
     def unfinished_pages(self) -> list[int]:
         """Local pages of chunks that have not arrived."""

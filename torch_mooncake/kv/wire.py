@@ -10,6 +10,7 @@ Version 2. A ticket travels by any channel of the caller's (HTTP, a queue); ever
     ack      decode -> prefill                              a packed chunk has been fetched
     done     prefill -> decode                              everything is there, with prefill's `meta`
     closed   decode -> prefill                              everything is in place (pull)
+    alive    prefill -> decode                              every few seconds, in case it cannot be dialled
     failed   either way                                     it is over, and why
 
 Every note names its session (16 random bytes, never used twice) and, from prefill, the attempt (one `PrefillSession`):
@@ -40,9 +41,10 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Contact(msgspec.Struct, array_like=True):
-    """How notes reach a side: addresses of its engine (may be none) and the descriptor of its mailbox, a few bytes that
-    nothing is ever written into."""
+    """How notes reach a side: its engine's id and addresses (may be none), and the descriptor of its mailbox, a few
+    bytes that nothing is ever written into."""
 
+    engine: bytes
     addresses: list[str]
     mailbox: bytes
 
@@ -109,6 +111,14 @@ def decode_note(data: bytes) -> Note | None:
 
 
 encode = msgspec.msgpack.encode
+
+
+def contact_of(body: dict[str, Any]) -> Contact:
+    """InvalidArgument for a body without one."""
+    try:
+        return msgspec.convert(body.get("contact"), Contact)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"not a contact: {error}") from error
 
 
 def pack_layout(fields: dict[str, Any]) -> bytes:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch_mooncake.kv.pages import PageAllocator as PageAllocator
     from torch_mooncake.kv.pool_kv import PoolKV as PoolKV
     from torch_mooncake.kv.pool_kv import PoolKVStats as PoolKVStats
+    from torch_mooncake.kv.prefix_reuse import PrefixLoad as PrefixLoad
+    from torch_mooncake.kv.prefix_reuse import PrefixStore as PrefixStore
     from torch_mooncake.kv.receive import DecodeSession as DecodeSession
     from torch_mooncake.kv.receive import KVReceiver as KVReceiver
     from torch_mooncake.kv.send import KVSender as KVSender
@@ -47,6 +49,7 @@ _EXPORTS = {
     "layout": ("PagedKVLayout", "Segments"),
     "pages": ("PageAllocator",),
     "pool_kv": ("PoolKV", "PoolKVStats"),
+    "prefix_reuse": ("PrefixLoad", "PrefixStore"),
     "receive": ("DecodeSession", "KVReceiver"),
     "send": ("KVSender", "PrefillSession", "PushResult"),
 }

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_mooncake.errors import InvalidArgument, OutOfBounds, Unsupported
-from torch_mooncake.kv.groups import Group, Plane, parts_of
+from torch_mooncake.kv.groups import Group, Plane, parts_of, split_outermost
 from torch_mooncake.kv.runs import Boundary, Int32s, Int64s, Pair, Program, checked_ids, split_at
 
 
@@ -145,9 +145,9 @@ class PagedKVLayout:
         layers = []
         for layer, planes in source.layers:
             out = []
-            for plane in sorted(planes, key=lambda plane: plane.role):
-                out.append(_dense(plane, offset, page_nbytes))
-                offset += plane.nbytes
+            for part in sorted((p for plane in planes for p in split_outermost(plane)), key=lambda part: part.role):
+                out.append(_dense(part, offset, page_nbytes))
+                offset += part.nbytes
             layers.append((layer, tuple(out)))
         return PagedKVLayout((replace(source, layers=tuple(layers), num_pages=num_pages),), (page_nbytes * num_pages,))
 

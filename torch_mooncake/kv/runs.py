@@ -170,7 +170,7 @@ class _Pass:
             [[p.ours.storage for p in firsts], [p.theirs.storage for p in firsts]], dtype=np.int32
         )
         self._page_strides = ours.page_stride, theirs.page_stride
-        self._nbytes, steps = _inner_run(ours, theirs)
+        self._nbytes, steps = inner_run(ours, theirs)
         axes = [
             _Axis(step[1], np.arange(step[0], dtype=np.int64) * step[1], np.arange(step[0], dtype=np.int64) * step[2])
             for step in steps
@@ -201,7 +201,7 @@ class _Pass:
         return _joined(Runs(storages[0], ours, storages[1], theirs, np.full(len(ours), self._nbytes, np.int64)))
 
 
-def _inner_run(ours: Plane, theirs: Plane) -> tuple[int, list[tuple[int, int, int]]]:
+def inner_run(ours: Plane, theirs: Plane) -> tuple[int, list[tuple[int, int, int]]]:
     """Bytes that are one run on both sides whatever the page, and the steps (count, our stride, their stride) left."""
     steps = [
         (size, ours.stride(letter), theirs.stride(letter))

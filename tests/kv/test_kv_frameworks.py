@@ -254,7 +254,7 @@ def test_storages_within_each_other_are_one():
     half = torch.from_numpy(whole.numpy()[:, 1])  # a storage of its own over the same memory
     kv = PagedKV([whole[:, 0], half])
     assert len(kv.storages) == 1
-    assert kv.layout.storage_index == (0, 0)
+    assert [plane.storage for _, (plane,) in kv.layout.only.layers] == [0, 0]
     flat = torch.zeros(3000, dtype=torch.uint8).numpy()
     parts = [torch.from_numpy(flat[:2000]).view(2, 1000), torch.from_numpy(flat[1000:]).view(2, 1000)]
     with pytest.raises(Unsupported, match="storages overlap"):

@@ -38,9 +38,12 @@ def test_offsets_name_the_bytes_of_each_page(make):
         for page in range(PAGES):
             layers[layer][page] = 100 * layer + page
     for layer in range(LAYERS):
-        storage = kv.storages[layout.storage_index[layer]]
-        for page, offset in enumerate(layout.offsets(layer, torch.arange(PAGES)).tolist()):
-            found = storage[offset : offset + layout.page_nbytes].view(torch.float32)
+        (plane,) = layout.only.layers[layer][1]
+        for page in range(PAGES):
+            storage, offset, nbytes = (int(array[0]) for array in layout.segments([page], [layer]))
+            assert (storage, offset) == (plane.storage, plane.offset + page * plane.page_stride)
+            assert nbytes == layout.page_nbytes == plane.nbytes
+            found = kv.storages[storage][offset : offset + nbytes].view(torch.float32)
             assert found.eq(100 * layer + page).all()
 
 
@@ -280,5 +283,3 @@ def test_pages_of_other_shapes_are_not_gathered_as_one_tensor():
             kv.gather([0])
         with pytest.raises(Unsupported, match=r"use pools\(\)"):
             kv.scatter([0], [torch.zeros(1)])
-    with pytest.raises(Unsupported, match=r"not one run of bytes: use segments\(\)"):
-        halves.layout.offsets(0, torch.tensor([0]))

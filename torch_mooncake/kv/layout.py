@@ -226,23 +226,6 @@ class PagedKVLayout:
         """`pages` as int64 [n], checked: OutOfBounds names the first id that is not a page of this cache."""
         return torch.from_numpy(checked_ids(pages, self.group(group).num_pages))
 
-    @property
-    def storage_index(self) -> tuple[int, ...]:
-        """Storage of each layer, where a page of a layer is one run of bytes; Unsupported otherwise."""
-        return tuple(plane.storage for plane in self._run_planes())
-
-    def offsets(self, layer: int, page_ids: torch.Tensor) -> torch.Tensor:
-        """Byte offsets of `page_ids` (int64 [n]) of a layer from the start of its storage, int64 [n], where a page of
-        a layer is one run of bytes; Unsupported otherwise."""
-        plane = self._run_planes()[layer]
-        return page_ids * plane.page_stride + plane.offset
-
-    def _run_planes(self) -> list[Plane]:
-        planes = [planes[0] for _, planes in self.only.layers if len(planes) == 1 and planes[0].dense]
-        if len(planes) != len(self.only.layers):
-            raise Unsupported("a page of a layer is not one run of bytes: use segments()")
-        return planes
-
 
 def _content_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     texts = []

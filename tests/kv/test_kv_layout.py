@@ -210,6 +210,17 @@ def test_fingerprints_of_groups(change, named):
     assert ours.differences(replace(ours, groups=ours.groups[:1])) == ["groups 2 here, 1 there"]
 
 
+def test_layers_that_share_their_pages_name_each_byte_once():
+    """As layers do that reuse an earlier one's keys and values."""
+    one, two = torch.zeros(PAGES, 2, SIZE, HEADS, DIM), torch.zeros(PAGES, 2, SIZE, HEADS, DIM)
+    layout = PagedKV([one, two, one]).layout
+    assert len(layout.storage_nbytes) == 2
+    assert layout.segments([1, 2, 5]).nbytes.tolist() == 2 * [2 * layout.page_nbytes, layout.page_nbytes]
+    assert layout.segments([3], layers=[0, 2]).nbytes.tolist() == [layout.page_nbytes]
+    shifted = PagedKV([one[:6], one[1:7]]).layout  # page 0 of the second is page 1 of the first
+    assert shifted.segments([0, 1]).nbytes.tolist() == [3 * layout.page_nbytes]
+
+
 def test_a_layout_with_no_pages_is_a_layout():
     layout = PagedKV([torch.zeros(0, 2, SIZE, HEADS, DIM)] * 2).layout
     assert PagedKVLayout.from_dict(layout.to_dict()) == layout

@@ -16,7 +16,7 @@ import torch
 
 from torch_mooncake.errors import InvalidArgument, OutOfBounds, Unsupported
 from torch_mooncake.kv.groups import Group, Plane, parts_of, split_outermost
-from torch_mooncake.kv.runs import Boundary, Int32s, Int64s, Pair, Program, checked_ids, split_at
+from torch_mooncake.kv.runs import Boundary, Int32s, Int64s, Pair, Program, checked_ids, covered, split_at
 
 
 class Segments(NamedTuple):
@@ -101,14 +101,15 @@ class PagedKVLayout:
     def segments(
         self, page_ids: Sequence[int] | np.ndarray | torch.Tensor, layers: Sequence[int] | None = None, group: int = 0
     ) -> Segments:
-        """Bytes of the pages `page_ids` (n ids, repeated ones count once) of `layers` (the model's numbers; None: all
-        of the group). OutOfBounds names the position and value of an id that is no page, -1 included."""
+        """Bytes of the pages `page_ids` (n ids) of `layers` (the model's numbers; None: all of the group), each byte
+        once, however often its page is named and however many layers share it. OutOfBounds names the position and
+        value of an id that is no page, -1 included."""
         chosen = self.group(group)
         ids = np.unique(checked_ids(page_ids, chosen.num_pages))
         program = Program(
             [[Pair(p, p) for plane in planes for p in parts_of(plane)] for planes in chosen.chosen(layers)]
         )
-        runs = split_at(program.runs(ids, ids), self.boundaries, ())
+        runs = split_at(covered(program.runs(ids, ids)), self.boundaries, ())
         return Segments(runs.our_storage, runs.our_offset, runs.nbytes)
 
     def group(self, index: int) -> Group:

@@ -381,6 +381,19 @@ def test_a_store_reads_its_pages_until_it_has_ended(sides, monkeypatch):
     assert store.store([], []).result() == 0
 
 
+def test_what_the_callers_part_raises_is_told(sides, monkeypatch):
+    store, _, _, _ = sides
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def fail(ended):
+        raise ZeroDivisionError(str(ended.pages))
+
+    assert store.store(HASHES[:1], [3], then=fail).result() == 1
+    assert eventually(lambda: told)
+    assert (told[0].exc_type, str(told[0].exc_value)) == (ZeroDivisionError, "(3,)")
+
+
 def test_a_store_fails_by_type(pool_env, monkeypatch):
     monkeypatch.setenv("TM_MEMORY", "8MiB")
     with tm.Pool() as pool:

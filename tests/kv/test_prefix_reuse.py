@@ -268,7 +268,7 @@ def test_a_node_that_is_killed_ends_the_load_with_what_did_not_come(pool_env):
 
             Gate(patch, "read_page_layers", kill)
             with pytest.raises((tm.PeerLost, tm.PoolUnavailable, tm.KeyNotFound, tm.DeadlineExceeded)) as raised:
-                load.load(HASHES, THEIRS, timeout=3).wait(timeout=30)
+                load.load(HASHES, THEIRS, timeout=5).wait(timeout=30)
         assert raised.value.failed_pages == tuple(THEIRS)
     with tm.Pool() as anew:  # computed again, and stored in a pool that knows nothing of them
         assert anew.kv("m", source).store(HASHES, OURS).result() == 5

@@ -49,7 +49,7 @@ def held(side: DecodeSide) -> dict[str, int]:
     return {
         "fds": len(os.listdir("/proc/self/fd")),
         "threads": len(threads),
-        "regions": side.engine.stats()["regions"],
+        "regions": side.engine.stats()["regions"] - side.receiver.own_regions,
         "quarantined": side.engine.stats()["quarantined_regions"],
         "pages": side.allocator.available,
     }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "common/api.h"
 #include "common/status.h"
@@ -79,6 +80,16 @@ struct PageCopy {
   int64_t count() const { return src_ids.count; }
   int64_t nbytes() const { return static_cast<int64_t>(regions.size()) * count() * page.page_nbytes(); }
 };
+
+// A dimension as one side has it; stride in bytes.
+struct Extent {
+  int64_t size;
+  int64_t stride;
+};
+
+// False when no two elements share a byte. True when two do, or when dimensions interleave in a way that takes more
+// than a look at the strides (each has to step over all smaller ones).
+TM_API bool places_overlap(std::vector<Extent> dims, int64_t element_nbytes);
 
 // `out_of_bounds`, naming position, value and range, for an id outside [0, num_pages); with `unique` also
 // `invalid_argument` for an id that occurs twice. Ids without data are not looked at, only their count.

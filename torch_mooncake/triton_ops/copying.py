@@ -175,7 +175,7 @@ def _copy_kernel(
     dst = tl.multiple_of(dst_at.to(tl.pointer_type(WORD)), ALIGNMENT)
 
     word = chunk * BLOCK + tl.arange(0, BLOCK)
-    mask = (word < words) & good
+    mask = word < tl.where(good, words, 0)
     if STRIDED:
         rest = word // RUN
         in_run = word % RUN

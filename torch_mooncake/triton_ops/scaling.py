@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_DIMS = 6
+MAX_DIMS = 6  # over groups, and as many inside one
 BLOCK = 2048  # elements that a program has at a time
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -22,6 +22,7 @@ void guarded(const Call& call, const CudaRun& run, CudaVerdict* out) {
 
 extern "C" TM_API const torch_mooncake::kv::CudaKernels* torch_mooncake_cuda_kernels_3() {
   using namespace torch_mooncake::kv;
+  using cuda::guarded;
   static const CudaKernels kernels{guarded<PageCopy, cuda::copy_pages>, guarded<PageScaling, cuda::quantize_pages>,
                                    guarded<PageScaling, cuda::dequantize_pages>,
                                    guarded<PageHashing, cuda::hash_pages>};

@@ -91,10 +91,8 @@ def report(folder: Path, quiet: bool) -> int:
             print(f"{name:<{width}}{cells}{shared:>9}{spilled:>10}")
     bad = [kernel for kernel in kernels if kernel.spill_nbytes or kernel.stack_nbytes]
     for kernel in bad:
-        print(
-            f"{names[kernel.name]} on {kernel.arch}: {kernel.stack_nbytes} bytes of stack, {kernel.spill_nbytes} spilled",
-            file=sys.stderr,
-        )
+        where = f"{names[kernel.name]} on {kernel.arch}"
+        print(f"{where}: {kernel.stack_nbytes} bytes of stack, {kernel.spill_nbytes} spilled", file=sys.stderr)
     return 1 if bad else 0
 
 

@@ -168,7 +168,7 @@ def _hash_long(tokens, before0, before1, alive, constants, N: tl.constexpr, LANE
     """Of `N` words, more than 30."""
     lane = tl.arange(0, 8)[None, :]
     acc = tl.broadcast_to(_secret(constants, START + lane), (LANES, 8))
-    for stripe in range(0, (N - 1) // 8):
+    for stripe in range((N - 1) // 8):
         acc = _accumulated(acc, tokens, stripe * 8, before0, before1, alive, constants, stripe % 16 * 8)
         if stripe % 16 == 15:
             acc = (acc ^ (acc >> 47) ^ _secret(constants, 128 + 8 * lane)) * PRIME32_1
@@ -190,7 +190,7 @@ def _hash_kernel(
     row = tl.load(rows + prompt, mask=there, other=0)
     before0 = tl.load(roots + prompt * root_stride, mask=there, other=0).to(tl.uint64, bitcast=True)
     before1 = tl.load(roots + prompt * root_stride + 1, mask=there, other=0).to(tl.uint64, bitcast=True)
-    for page in range(0, tl.max(pages, 0)):
+    for page in range(tl.max(pages, 0)):
         alive = page < pages
         tokens = token_ids + begin + page * PAGE
         if PAGE <= 28:

@@ -58,9 +58,7 @@ class Copies:
             )
 
 
-def _gather_or_scatter(
-    pools: Sequence[Tensor], page_ids: Tensor, listed: Tensor, layered: bool, scatter: bool
-) -> None:
+def _gather_or_scatter(pools: Sequence[Tensor], page_ids: Tensor, listed: Tensor, layered: bool, scatter: bool) -> None:
     """pools[l] [num_pages, *page] against one layer `listed` [n, *page], or all layers [layers, n, *page]."""
     list_name, pool_name = "pages" if scatter else "out", "pools[0]" if layered else "pool"
     if layered and (listed.dim() < 1 or listed.shape[0] != len(pools)):

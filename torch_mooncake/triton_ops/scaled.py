@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ def _hash(token_ids: Tensor, offsets: Tensor, page_size: int, roots: Tensor, roo
     bounds = offsets.tolist()
     if bounds[0] != 0:
         raise ValueError(f"offsets[0] is {bounds[0]}, not 0")
-    for p, (before, after) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for p, (before, after) in enumerate(pairwise(bounds)):
         if after < before:
             raise ValueError(f"offsets[{p + 1}] is {after}, less than the one before it, {before}")
     if bounds[-1] != token_ids.numel():

@@ -161,7 +161,7 @@ def _quantize_kernel(
     n0, n1, n2, n3, n4, n5, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5,
     KIND: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g*: over groups; the others: inside a group; n sizes, a strides of the wide side, b of the narrow one (elements)."""
+    """g*: over groups; the others: inside a group. n: sizes; a: strides of the wide side, b: of the narrow one."""
     group = tl.program_id(0)
     wide_group, narrow_group = _offsets(
         group, gn0, gn1, gn2, gn3, gn4, gn5, ga0, ga1, ga2, ga3, ga4, ga5, gb0, gb1, gb2, gb3, gb4, gb5

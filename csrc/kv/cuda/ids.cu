@@ -58,8 +58,8 @@ void check_list(const PageIds& ids, int64_t num_pages, const char* name, unsigne
   if (mark)
     refuse(Code::invalid_argument, "%s has %lld twice, once at position %llu: a page can be written once", name, id,
            position);
-  refuse(Code::invalid_argument, "%s[%llu] is %lld, which is written too: a page of one pool is read or written, not both",
-         name, position, id);
+  refuse(Code::invalid_argument,
+         "%s[%llu] is %lld, which is written too: a page of one pool is read or written, not both", name, position, id);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 """Calls of every operator for two implementations to agree on, bit for bit: names, and functions of an `ops` module
-and a device. Each returns what was written, on the CPU. Inputs are random bits, so that NaN payloads and denormals count."""
+and a device. Each returns what was written, on the CPU. Inputs are random bits: NaN payloads and denormals count."""
 
 from __future__ import annotations
 

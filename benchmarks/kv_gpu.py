@@ -45,7 +45,7 @@ def seconds(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 class Problem:
-    """`layers` layers of 2048 pages of 16 KiB (16 tokens, 4 heads of 128, bf16), in random order; as much from four ranks."""
+    """`layers` layers of 2048 pages of 16 KiB (16 tokens, 4 heads of 128, bf16), in random order; and of ranks."""
 
     def __init__(self, layers: int) -> None:
         shape = (2048, 16, 4, 128)

@@ -18,6 +18,14 @@ ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+# As c++filt writes those of csrc/kv/quantize.h.
+ENUMERATORS = {
+    "(WideType)0": "fp32",
+    "(WideType)1": "fp16",
+    "(WideType)2": "bf16",
+    "(NarrowType)0": "fp8",
+    "(NarrowType)1": "int8",
+}
 
 
 @dataclass
@@ -67,7 +75,9 @@ def readable(names: list[str]) -> dict[str, str]:
     for name, full in zip(names, text.splitlines(), strict=True):
         full = re.sub(r"^void |\(anonymous namespace\)::|torch_mooncake::|\bkv::|\bcuda::", "", full)
         full = full[: full.rindex(">(") + 1] if ">(" in full else full.split("(")[0]
-        short[name] = re.sub(r"\(\w+\)(?=\w)", "", full)
+        for enumerator, text in ENUMERATORS.items():
+            full = full.replace(enumerator, text)
+        short[name] = full.replace("> >", ">>").strip()
     return short
 
 

@@ -117,7 +117,7 @@ void check_problem(Problem& p, bool src_ids, bool dst_ids) {
   const int widest = cuda::access_nbytes(p.copy);
   REQUIRE(cuda::copy_fits(p.copy, widest));
   for (int nbytes = widest; nbytes > 0; nbytes /= 2) {
-    for (uint32_t blocks : {1u, 3u, 64u}) {
+    for (uint32_t blocks : {1u, 5u}) {
       CAPTURE(nbytes);
       CAPTURE(blocks);
       std::copy(before.begin(), before.end(), p.dst.begin());
@@ -200,6 +200,17 @@ TEST_CASE("the widest access that addresses and runs allow") {
   CHECK(width(16384 + 2, 14, 0) == 16);  // a long run: two bytes behind it
   CHECK(width(24, 8, 0) == 8);           // a short one: made of whole accesses
   CHECK(width(17, 15, 0) == 1);
+  // Each side's pages count, unless there is one.
+  for (bool src : {true, false}) {
+    Problem p = make_problem({4096}, {0}, {0}, 1, 0, 0, 1, 3);
+    p.copy.regions = p.regions;
+    (src ? p.copy.src_page_stride : p.copy.dst_page_stride) = 4096 + 2;
+    CHECK(cuda::access_nbytes(p.copy) == 2);
+    (src ? p.copy.src_pages : p.copy.dst_pages) = 1;
+    CHECK(cuda::access_nbytes(p.copy) == 16);
+    p.copy.page = {64, 1, {{2, src ? 68 : 64, src ? 64 : 68}}};
+    CHECK(cuda::access_nbytes(p.copy) == 4);
+  }
 }
 
 TEST_CASE("ids out of range are skipped") {

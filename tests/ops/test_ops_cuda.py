@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import CALLS, ids_of, noise, same
+from twins import CALLS, ids_of, noise, on_cpu, on_gpu, same
 
 from torch_mooncake import ops
 
@@ -27,7 +27,7 @@ def _gpu() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_equal_to_the_cpu(name):
-    assert same(CALLS[name](ops, "cuda"), CALLS[name](ops, "cpu"))
+    assert same(CALLS[name](ops, on_gpu), CALLS[name](ops, on_cpu))
 
 
 def test_triton_is_equal_to_the_cpu():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import CALLS, SLOW, same
+from twins import CALLS, SLOW, on_cpu, same
 
 from torch_mooncake import ops
 
@@ -23,7 +23,7 @@ from torch_mooncake import triton_ops
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in SLOW])
 def test_equal_to_the_cpu(name):
     call = CALLS[name]
-    assert same(call(triton_ops, "cpu"), call(ops, "cpu"))
+    assert same(call(triton_ops, on_cpu), call(ops, on_cpu))
 
 
 def errors():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from twins import CALLS, same
+from twins import CALLS, on_cpu, on_gpu, same
 
 from torch_mooncake import ops, triton_ops
 
 
 def main() -> int:
-    different = [name for name, call in CALLS.items() if not same(call(triton_ops, "cuda"), call(ops, "cpu"))]
+    different = [name for name, call in CALLS.items() if not same(call(triton_ops, on_gpu), call(ops, on_cpu))]
     for name in different:
         print(name)
     print(f"{len(CALLS) - len(different)} equal, {len(different)} different")

@@ -1,5 +1,6 @@
 """Calls of every operator for two implementations to agree on, bit for bit: names, and functions of an `ops` module
-and a device. Each returns what was written, on the CPU. Inputs are random bits: NaN payloads and denormals count."""
+and of what puts a tensor on its device, which return what was written, on the CPU. Inputs are random bits: NaN payloads
+and denormals count."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-Call = Callable[[ModuleType, str], list[Tensor]]
+Put = Callable[[Tensor], Tensor]  # to the device, strides kept
+Call = Callable[[ModuleType, Put], list[Tensor]]
 HEAD_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 
 
@@ -41,6 +43,14 @@ def back(*tensors: Tensor) -> list[Tensor]:
     return [t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
 
 
+def on_cpu(t: Tensor) -> Tensor:
+    return t
+
+
+def on_gpu(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t)
+
+
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -48,18 +58,18 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def moves(page_nbytes: int, gap: int, id_dtype: torch.dtype, layers: int = 3) -> Call:
     """gather and scatter, of one layer and of several, with a gap before every page: it decides the accesses' width."""
 
-    def call(ops: ModuleType, device: str) -> list[Tensor]:
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
         host = noise([layers, 12, page_nbytes + gap])
-        pools = list(host.to(device)[:, :, gap:])
-        ids = ids_of(7, 12, id_dtype).to(device)
-        listed = torch.empty(layers, 7, page_nbytes, dtype=torch.uint8, device=device)
+        pools = list(put(host)[:, :, gap:])
+        ids = put(ids_of(7, 12, id_dtype))
+        listed = put(torch.zeros(layers, 7, page_nbytes, dtype=torch.uint8))
         ops.gather_pages_layers(pools, ids, listed)
         one = ops.gather_pages(pools[-1], ids)
-        wide = torch.zeros(7, page_nbytes + gap, dtype=torch.uint8, device=device)
+        wide = put(torch.zeros(7, page_nbytes + gap, dtype=torch.uint8))
         ops.gather_pages(pools[0], ids, out=wide[:, gap:])
-        target = torch.zeros_like(host, device=device)
+        target = put(torch.zeros_like(host))
         ops.scatter_pages_layers(list(target[:, :, gap:]), ids, listed)
-        single = torch.zeros_like(host[0], device=device)
+        single = put(torch.zeros_like(host[0]))
         ops.scatter_pages(single[:, gap:], ids, one)
         return back(listed, one, wide, target, single)
 
@@ -69,18 +79,18 @@ def moves(page_nbytes: int, gap: int, id_dtype: torch.dtype, layers: int = 3) ->
 def transposed(dtype: torch.dtype) -> Call:
     """Pools read as HND that lie as NHD, and the other way round; copy_pages between them, and inside one pool."""
 
-    def call(ops: ModuleType, device: str) -> list[Tensor]:
-        nhd = [noise([9, 2, 4, 3, 10], dtype, seed).to(device) for seed in (1, 2)]
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
+        nhd = [put(noise([9, 2, 4, 3, 10], dtype, seed)) for seed in (1, 2)]
         hnd = [t.transpose(-2, -3) for t in nhd]
-        ids = ids_of(4, 9).to(device)
+        ids = put(ids_of(4, 9))
         gathered = ops.gather_pages(hnd[0], ids)
-        target = torch.zeros(11, 2, 3, 4, 10, dtype=dtype, device=device)
+        target = put(torch.zeros(11, 2, 3, 4, 10, dtype=dtype))
         ops.scatter_pages(target.transpose(-2, -3), ids, nhd[1][:4])
-        pools = [torch.zeros(11, 2, 3, 4, 10, dtype=dtype, device=device) for _ in nhd]
-        ops.copy_pages(hnd, ids, pools, ids_of(4, 11, torch.int32, 5).to(device))
+        pools = [put(torch.zeros(11, 2, 3, 4, 10, dtype=dtype)) for _ in nhd]
+        ops.copy_pages(hnd, ids, pools, put(ids_of(4, 11, torch.int32, 5)))
         inside = nhd[0].clone()
         ops.copy_pages([inside], ids[:2], [inside], ids[2:])
-        elements = torch.zeros(9, 10, 3, 4, 2, dtype=dtype, device=device)  # no run longer than an element
+        elements = put(torch.zeros(9, 10, 3, 4, 2, dtype=dtype))  # no run longer than an element
         ops.copy_pages([nhd[0].permute(0, 4, 3, 2, 1)], ids, [elements], ids)
         return back(gathered, target, *pools, inside, elements)
 
@@ -90,11 +100,11 @@ def transposed(dtype: torch.dtype) -> Call:
 def reshards(kv_heads: int, source_tp: int, out_tp: int, to_hnd: bool, dtype: torch.dtype) -> Call:
     """All sources to all outs, pages [n, 2, N, H, D]; then one out alone."""
 
-    def call(ops: ModuleType, device: str) -> list[Tensor]:
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
         heads = [max(1, kv_heads // tp) for tp in (source_tp, out_tp)]
-        sources = [noise([5, 2, 4, heads[0], 6], dtype, seed).to(device) for seed in range(source_tp)]
+        sources = [put(noise([5, 2, 4, heads[0], 6], dtype, seed)) for seed in range(source_tp)]
         shape = [5, 2, heads[1], 4, 6] if to_hnd else [5, 2, 4, heads[1], 6]
-        outs = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(out_tp + 1)]
+        outs = [put(torch.zeros(shape, dtype=dtype)) for _ in range(out_tp + 1)]
         axes = {"source_head_axis": -2, "out_head_axis": -3 if to_hnd else -2, "kv_heads": kv_heads}
         ops.reshard_heads(sources, outs[:-1], **axes)
         last = out_tp - 1
@@ -108,15 +118,15 @@ def reshards(kv_heads: int, source_tp: int, out_tp: int, to_hnd: bool, dtype: to
 def scales(wide: torch.dtype, narrow: torch.dtype, shape: list[int], axes: tuple[int, ...], order: list[int]) -> Call:
     """quantize and dequantize of pages whose dimensions lie in `order`, to every type."""
 
-    def call(ops: ModuleType, device: str) -> list[Tensor]:
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
         inverse = [order.index(d) for d in range(len(order))]
-        pages = numbers([shape[d] for d in order], wide, 3).permute(inverse).to(device)
+        pages = put(numbers([shape[d] for d in order], wide, 3)).permute(inverse)
         assert list(pages.shape) == shape
         q, s = ops.quantize_pages(pages, axes, narrow)
-        strided = torch.zeros([shape[d] for d in order], dtype=torch.uint8, device=device).view(narrow).permute(inverse)
+        strided = put(torch.zeros([shape[d] for d in order], dtype=torch.uint8).view(narrow)).permute(inverse)
         ops.quantize_pages(pages, axes, narrow, out=(strided, torch.empty_like(s)))
         restored = [ops.dequantize_pages(q, s, axes, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-        target = torch.zeros([shape[d] for d in order], dtype=wide, device=device).permute(inverse)
+        target = put(torch.zeros([shape[d] for d in order], dtype=wide)).permute(inverse)
         ops.dequantize_pages(strided, s, axes, out=target)
         return back(q, s, strided, *restored, target)
 
@@ -126,11 +136,11 @@ def scales(wide: torch.dtype, narrow: torch.dtype, shape: list[int], axes: tuple
 def every_bit_pattern(dtype: torch.dtype, narrow: torch.dtype) -> Call:
     """All 2^16 halves; all 2^8 narrow numbers under several scales."""
 
-    def call(ops: ModuleType, device: str) -> list[Tensor]:
-        halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(64, 1024).to(device)
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
+        halves = put(torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(64, 1024))
         q, s = ops.quantize_pages(halves, (0,), narrow)
-        codes = torch.arange(256, dtype=torch.uint8).view(narrow).repeat(6, 1).to(device)
-        factors = torch.tensor([1.0, 2.0**-100, 1e-7, 0.013, 146.3, 1e30]).to(device)
+        codes = put(torch.arange(256, dtype=torch.uint8).repeat(6, 1).view(narrow))
+        factors = put(torch.tensor([1.0, 2.0**-100, 1e-7, 0.013, 146.3, 1e30]))
         restored = [
             ops.dequantize_pages(codes, factors, (0,), t) for t in (torch.float32, torch.float16, torch.bfloat16)
         ]
@@ -140,11 +150,11 @@ def every_bit_pattern(dtype: torch.dtype, narrow: torch.dtype) -> Call:
 
 
 def hashes(page_size: int, id_dtype: torch.dtype) -> Call:
-    def call(ops: ModuleType, device: str) -> list[Tensor]:
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
         lengths = torch.tensor([3 * page_size + page_size // 2, 0, page_size, 2 * page_size - 1])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        tokens = noise([int(offsets[-1])], id_dtype, 4).to(device)
-        roots = noise([4, 16], seed=5).to(device)
+        tokens = put(noise([int(offsets[-1])], id_dtype, 4))
+        roots = put(noise([4, 16], seed=5))
         return back(
             ops.hash_pages(tokens, page_size, roots[0]),
             ops.hash_pages_batch(tokens, offsets, page_size, roots),

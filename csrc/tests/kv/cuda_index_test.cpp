@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kv/cuda/copy_plan.h"
-#include "kv/cuda/hash_index.h"
+#include "kv/as_the_gpu_does.h"
 #include "kv/page_hash.h"
 #include "kv/pages.h"
 
@@ -22,45 +21,6 @@ std::vector<std::byte> noise(size_t nbytes, uint32_t seed) {
   std::mt19937 random(seed);
   for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
   return bytes;
-}
-
-template <int kNbytes, bool kStrided>
-void run_grid(const PageCopy& copy, uint32_t blocks) {
-  const auto total = static_cast<int64_t>(copy.regions.size());
-  const int64_t at_once = cuda::regions_per_launch(copy, cuda::SmallCopyTable::kCapacity);
-  for (int64_t first = 0; first < total; first += at_once) {
-    const int64_t regions = std::min(at_once, total - first);
-    cuda::SmallCopyTable table;
-    std::copy_n(copy.regions.data() + first, regions, table.region);
-    cuda::CopyShape shape = cuda::plan_copy(copy, kNbytes, regions);
-    shape.src_ids = copy.src_ids.data;
-    shape.dst_ids = copy.dst_ids.data;
-    shape.set_grid(blocks);
-    for (uint32_t block = 0; block < blocks; ++block)
-      for (uint32_t thread = 0; thread < cuda::kCopyThreads; ++thread)
-        cuda::copy_tiles<kNbytes, kStrided>(table, shape, block, blocks, thread);
-  }
-}
-
-template <int kNbytes>
-void run_width(const PageCopy& copy, uint32_t blocks) {
-  copy.page.num_dims > 0 ? run_grid<kNbytes, true>(copy, blocks) : run_grid<kNbytes, false>(copy, blocks);
-}
-
-// As the plug-in launches it, one thread after the other.
-void copy_as_the_gpu_does(const PageCopy& copy, int nbytes, uint32_t blocks) {
-  switch (nbytes) {
-    case 16:
-      return run_width<16>(copy, blocks);
-    case 8:
-      return run_width<8>(copy, blocks);
-    case 4:
-      return run_width<4>(copy, blocks);
-    case 2:
-      return run_width<2>(copy, blocks);
-    default:
-      return run_width<1>(copy, blocks);
-  }
 }
 
 // A copy of pages whose inside lies differently on both sides, with room between them.
@@ -300,12 +260,8 @@ TEST_CASE("page hashes, for every length of a page") {
       call.root_stride = 16;
       call.hashes = expected.data();
       REQUIRE(hash_pages(call).is_ok());
-      uint8_t* out = got.data();
-      for (int64_t p = 0; p < 4; ++p) {
-        const int64_t n = offsets[p + 1] - offsets[p];
-        cuda::hash_prompt(call, call.roots + p * 16, offsets[p], n, out);
-        out += n / page_size * 16;
-      }
+      call.hashes = got.data();
+      hash_as_the_gpu_does(call);
       REQUIRE((got == expected));
     }
 }

@@ -8,53 +8,13 @@
 #include <random>
 #include <vector>
 
-#include "kv/cuda/scaling_plan.h"
+#include "kv/as_the_gpu_does.h"
 #include "kv/quantize.h"
 
 using namespace torch_mooncake;
 using namespace torch_mooncake::kv;
 
 namespace {
-
-template <typename Kind>
-void run_kernel(const cuda::ScalingShape& shape, bool quantize) {
-  for (uint32_t g = 0; g < shape.groups; ++g) {
-    const cuda::Group group = cuda::group_at(shape, g);
-    std::vector<typename Kind::WideVector[cuda::kHeld]> held(shape.team);
-    uint32_t amax = 0;
-    for (uint32_t lane = 0; quantize && lane < shape.team; ++lane)
-      amax = std::max(amax, Kind::search(shape, group, lane, held[lane]));
-    for (uint32_t lane = 0; lane < shape.team; ++lane)
-      quantize ? Kind::write(shape, group, lane, held[lane], amax) : Kind::restore(shape, group, lane);
-  }
-}
-
-template <WideType kWide, NarrowType kNarrow>
-void run_types(const cuda::ScalingPlan& plan, bool quantize) {
-  if (plan.vector > 1)
-    run_kernel<cuda::Scaling<kWide, kNarrow, cuda::full_vector(kWide)>>(plan.shape, quantize);
-  else
-    run_kernel<cuda::Scaling<kWide, kNarrow, 1>>(plan.shape, quantize);
-}
-
-// As the plug-in launches it, one thread after the other.
-void scale_as_the_gpu_does(const PageScaling& call, bool quantize) {
-  const cuda::ScalingPlan plan = cuda::plan_scaling(call);
-  REQUIRE(plan.fits);
-  const bool int8 = call.narrow_type == NarrowType::int8;
-  auto run = [&]<WideType kWide>() {
-    int8 ? run_types<kWide, NarrowType::int8>(plan, quantize)
-         : run_types<kWide, NarrowType::fp8_e4m3fn>(plan, quantize);
-  };
-  switch (call.wide_type) {
-    case WideType::fp32:
-      return run.operator()<WideType::fp32>();
-    case WideType::fp16:
-      return run.operator()<WideType::fp16>();
-    case WideType::bf16:
-      return run.operator()<WideType::bf16>();
-  }
-}
 
 constexpr WideType kWideTypes[] = {WideType::fp32, WideType::fp16, WideType::bf16};
 constexpr NarrowType kNarrowTypes[] = {NarrowType::fp8_e4m3fn, NarrowType::int8};

@@ -7,8 +7,9 @@ take tensors of every dtype. All have Meta kernels and can stand in ``torch.comp
 
 Errors are raised before anything is written: ``IndexError`` names the position, value and range of a page id that does
 not exist; ``ValueError`` names the argument whose shape, dtype, device or layout does not fit, or the id that would be
-written twice. On CUDA, ids that live on the GPU are checked there, which waits for the stream; ids on the CPU are not
-waited for.
+written twice. Ids on a GPU are not looked at beforehand: one out of range is skipped (its page is neither read nor
+written), nothing waits for the GPU, and the call can be captured in a CUDA graph; with TM_CHECK_IDS=1 in the
+environment they are checked as the others are, for which the host waits. Ids on the CPU are not waited for either.
 """
 
 from __future__ import annotations

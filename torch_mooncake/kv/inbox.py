@@ -55,6 +55,7 @@ class Inbox:
         self._dialling: dict[bytes, threading.Lock] = {}
         self._refused: dict[bytes, float] = {}  # when an engine did not answer
         self._mailboxes: dict[bytes, RemoteRegion] = {}
+        self._kept: dict[bytes, dict[bytes, RemoteRegion]] = {}  # by engine, then by descriptor
         self._mailbox = engine.register(bytearray(8), readable=False, writable=True, label="KV mailbox")
         self._posts: queue.SimpleQueue[tuple[wire.Contact, Callable[[], object]] | None] = queue.SimpleQueue()
         self._sent: collections.deque[Op] = collections.deque()
@@ -94,6 +95,7 @@ class Inbox:
         self._thread.join()
         os.close(self._wake)
         self._mailboxes.clear()
+        self._kept.clear()
         for peer in self._peers.values():
             peer.close()
         try:
@@ -165,6 +167,27 @@ class Inbox:
     def post(self, contact: wire.Contact, note: bytes) -> None:
         """The same without waiting or failing: a note that cannot be delivered is counted."""
         self.later(contact, lambda: self._sent.append(self.send(contact, note, _DIAL_S)))
+
+    def keep(self, peer: Peer, descriptor: bytes, timeout: float) -> RemoteRegion:
+        """A peer's region, opened on first use and kept for the sessions to come, and with it its map."""
+        with self._lock:
+            kept = self._kept.setdefault(peer.id, {})
+            remote = kept.get(descriptor)
+        if remote is not None and remote.peer.alive:
+            return remote
+        remote = peer.open(descriptor, timeout=timeout)
+        with self._lock:
+            kept[descriptor] = remote
+        return remote
+
+    def drop(self, engine: bytes, descriptors: list[bytes]) -> None:
+        """Regions that the other side has withdrawn, and all of engines that are gone."""
+        with self._lock:
+            for descriptor in descriptors:
+                self._kept.get(engine, {}).pop(descriptor, None)
+            for other, peer in list(self._peers.items()):
+                if not peer.alive:
+                    self._kept.pop(other, None)
 
     def greet(self, contact: wire.Contact) -> None:
         """Connects to that side in the background, so that its death is seen."""

@@ -226,8 +226,12 @@ class PrefillSession:
             self._sender.sessions.add(self)
             for target in self.targets:
                 inbox.enlist(target.session_id, self.attempt, self)
+            for target in self.targets:
                 if target.plan.wire != "none":
                     target.say_hello()
+            for target in self.targets:
+                if target.plan.wire != "none":
+                    target.await_welcome()
                 if target.plan.wire == "direct" and target.num_regions > 1:
                     self._sender.run(lambda target=target: self._guarded(target.open_all))  # type: ignore[misc]
         except BaseException as error:
@@ -254,7 +258,7 @@ class PrefillSession:
         target = Target(self, ticket.session, ticket.contact, theirs, ticket.layout, ticket.place, feeds)
         target.reserve(pages, ticket.prompt_pages)
         peer = sender.inbox.peer(ticket.contact, left(self.deadline))
-        transport = target.reach(peer, ticket.regions)
+        transport = target.reach(peer, ticket)
         target.plan = planning.choose(
             planning.agree(self._asked, ticket.wire), ours, sender.place, theirs, ticket.place, feeds, transport,
             sender.cannot_pack(),
@@ -287,6 +291,8 @@ class PrefillSession:
                 layout=sender.layout_key,
                 place=sender.place,
                 regions=[region.descriptor() for region in self._regions],
+                table=b"",
+                slot=0,
                 pages=[],
                 prompt_pages=[],
                 wire=self._asked,
@@ -451,10 +457,13 @@ class PrefillSession:
     def _reason(self, error: BaseException) -> BaseException:
         """A push into pages that were withdrawn fails as KeyNotFound; the decode side says why in a moment."""
         if isinstance(error, KeyNotFound):
-            with self._changed:
-                self._changed.wait_for(lambda: self._error is not None, _REASON_S)
-                return self._error or Cancelled(f"the decode side has withdrawn its pages: {error}")
+            return self._heard_why() or Cancelled(f"the decode side has withdrawn its pages: {error}")
         return error
+
+    def _heard_why(self) -> Error | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None, _REASON_S)
+            return self._error
 
     def _raised(self) -> Error:
         assert self._error is not None

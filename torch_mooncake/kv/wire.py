@@ -60,7 +60,9 @@ class Ticket(msgspec.Struct, array_like=True):
     attempt: bytes  # of the prefill side (pull), or b""
     layout: bytes  # pack_layout()
     place: Place
-    regions: list[bytes]  # descriptors, in the order of the layout's storages
+    regions: list[bytes]  # descriptors, in the order of the layout's storages, of this session alone
+    table: bytes  # descriptor of the table of leases (push), or b""
+    slot: int  # in the table
     pages: list[bytes]  # int64 page ids of each group (push)
     prompt_pages: list[int]  # of each group: how many count for completeness; -1: prefill says so at the end
     wire: str

@@ -178,7 +178,8 @@ def push_rows(table: Table, way: str, quick: bool, peers: Path | None) -> None:
         exposed = [prefill.push(PAGES, compute_s=1.5 * layer_s)[1] for _ in range(n)]
         table.measured(
             f"{way}, exposed of a push by layer, compute 1.5 × transfer", [s * 1e3 for s in exposed], "ms",
-            against="one layer's transfer", baseline=[s / LAYERS * 1e3 for s in pushed], ratio_limit=1.2, at_least=False,
+            against="one layer's transfer", baseline=[s / LAYERS * 1e3 for s in pushed],
+            ratio_limit=1.2, at_least=False,
         )  # fmt: skip
     for contender, ratio in PEERS[way] if peers else []:
         assert peers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from torch_mooncake.errors import (
     DeadlineExceeded,
     Error,
     InvalidArgument,
+    KeyNotFound,
     LayoutMismatch,
     PeerLost,
 )
@@ -25,6 +27,7 @@ from torch_mooncake.kv import plan as planning
 from torch_mooncake.kv import wire
 from torch_mooncake.kv.arrivals import Arrivals
 from torch_mooncake.kv.inbox import TICK_S
+from torch_mooncake.kv.leases import Lease
 from torch_mooncake.kv.prefill import check_layouts, few
 from torch_mooncake.kv.source import Source
 from torch_mooncake.kv.target import left
@@ -39,9 +42,9 @@ _DOUBT_S = 0.25  # how long the end of a failed session waits for its peers befo
 class DecodeSession:
     """Made by `KVReceiver.open` and `KVReceiver.pull`. All methods may be called from any thread.
 
-    It ends once: done, failed, timed out or cancelled. Its own registration of the cache is then withdrawn, so nothing
-    of it can land any more. When it failed the pages go back to the allocator; while a peer may still hold its map of
-    them (a stopped process) they are in quarantine, and come back by themselves when it lets go or dies. When it is
+    It ends once: done, failed, timed out or cancelled. When it failed, its own registration of the cache is withdrawn,
+    so that nothing of it can land any more, and the pages go back to the allocator; while a peer may still hold its map
+    of them (a stopped process) they are in quarantine, and come back by themselves when it lets go or dies. When it is
     done the pages belong to the caller, who frees them.
     """
 
@@ -72,8 +75,10 @@ class DecodeSession:
         self._source_tp = 0
         self._peers: list[Peer] = []
         self._metas: dict[int, dict[str, Any]] = {}
-        self._regions: list[Region] = []
+        self._lease: Lease | None = None  # push
+        self._regions: list[Region] = []  # of the lease, to be withdrawn
         self._fetching = 0
+        self._withdrawn: tuple[float, KeyNotFound] | None = None  # when a read found its pages withdrawn
         self._error: Error | None = None
         self._ended = False  # its outcome is decided
         self._ended_at = 0.0
@@ -96,7 +101,7 @@ class DecodeSession:
     def ticket(self) -> bytes:
         """Push: what the prefill side needs; carry it over any channel. No secret."""
         receiver = self._receiver
-        if self._sources and not self._regions:
+        if self._lease is None:
             raise InvalidArgument("this session is pulled: the prefill side makes the tickets")
         return wire.encode(
             wire.Ticket(
@@ -107,7 +112,9 @@ class DecodeSession:
                 attempt=b"",
                 layout=receiver.layout_key,
                 place=receiver.place,
-                regions=[region.descriptor() for region in self._regions],
+                regions=self._lease.descriptors,
+                table=receiver.leases.region.descriptor(),
+                slot=self._lease.slot,
                 pages=[np.asarray(pages, np.int64).tobytes() for pages in self.group_pages],
                 prompt_pages=self._prompts,
                 wire=self.wire,
@@ -184,12 +191,11 @@ class DecodeSession:
         receiver = self._receiver
         self._peers = peers
         try:
-            # A registration of its own: withdrawing it fences this session and no other.
-            self._regions = receiver.kv.register(receiver.engine, writable=True, label="decode KV pages")
+            self._lease = receiver.leases.take(self.id)
         except BaseException:
             self._drop()
             raise
-        receiver.inbox.enlist(self.id, wire.DECODE, self)
+        receiver.inbox.enlist(self.id, b"", self)
 
     def _pull(self, tickets: list[wire.Ticket]) -> None:
         """Every ticket is checked before the first prefill rank is told that we come."""
@@ -215,14 +221,14 @@ class DecodeSession:
             for rank in sorted(needed):
                 self._sources[rank] = self._source_of(by_rank[rank])
             for rank in sorted(needed):
-                receiver.inbox.enlist(by_rank[rank].session, wire.DECODE, self)
+                receiver.inbox.enlist(by_rank[rank].session, b"", self)
                 told.append(by_rank[rank])
                 self._say_hello(by_rank[rank], self._sources[rank].remotes[0].transport)
             for rank in by_rank.keys() - needed:  # they need not wait for us
                 self._say_hello(by_rank[rank], "")
         except BaseException as error:
             for ticket in tickets:
-                receiver.inbox.dismiss(ticket.session, wire.DECODE)
+                receiver.inbox.dismiss(ticket.session, b"")
                 if ticket in told or isinstance(error, LayoutMismatch):
                     note = wire.failed(ticket.session, wire.PREFILL, error, attempt=ticket.attempt, rank=our.rank)
                     receiver.inbox.post(ticket.contact, note)
@@ -238,7 +244,7 @@ class DecodeSession:
             self, ticket.session, ticket.attempt, ticket.contact, theirs, ticket.layout, ticket.place, feeds
         )  # fmt: skip
         self._attempts[ticket.place.rank] = ticket.attempt
-        source.peer = receiver.inbox.peer(ticket.contact.addresses, left(self.deadline))
+        source.peer = receiver.inbox.peer(ticket.contact, left(self.deadline))
         source.remotes = [source.peer.open(region, timeout=left(self.deadline)) for region in ticket.regions]
         return source
 
@@ -248,8 +254,7 @@ class DecodeSession:
         body = {
             "layout": receiver.layout_key,
             "place": [receiver.place.rank, receiver.place.size],
-            "addresses": contact.addresses,
-            "mailbox": contact.mailbox,
+            "contact": contact,
             "wire": self.wire,
             "transport": transport,
             "reserved": [len(pages) for pages in self.group_pages],
@@ -274,9 +279,9 @@ class DecodeSession:
             known = self._attempts.setdefault(note.rank, note.attempt)
         try:
             if known != note.attempt:
+                self._receiver.inbox.strays += 1
                 if note.kind == "hello":
                     raise InvalidArgument(f"prefill rank {note.rank} opened the ticket twice: which pages are right?")
-                self._receiver.inbox.strays += 1
             elif note.kind == "failed":
                 self._end(wire.rebuild_error(note, "prefill"), but=note.rank)
             elif note.kind == "hello":
@@ -287,10 +292,20 @@ class DecodeSession:
                 self._heed(note)
         except Error as error:
             self._end(error)
+            if note.kind == "hello" and (note.rank not in self._sources or known != note.attempt):
+                self._turn_away(note, error)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self._end(InvalidArgument(f"not a note: {note.kind}, {type(error).__name__}: {error}"))
 
+    def _turn_away(self, note: wire.Note, error: Error) -> None:
+        """Tells who said hello that it does not come to anything."""
+        with contextlib.suppress(InvalidArgument):  # nobody who could be told
+            receiver = self._receiver
+            told = wire.failed(self.id, wire.PREFILL, error, attempt=note.attempt, rank=receiver.place.rank)
+            receiver.inbox.post(wire.contact_of(note.body), told)
+
     def _heed(self, note: wire.Note) -> None:
+        self._sources[note.rank].heard = time.monotonic()
         if note.kind == "layer":
             self._arrive(note)
         elif note.kind in ("packed", "ready"):
@@ -313,7 +328,7 @@ class DecodeSession:
             raise LayoutMismatch(f"a prefill rank of {self._source_tp} ranks, and one of {place.size}")
         if place.rank != note.rank or all(place.rank not in ranks for ranks in sources):
             raise LayoutMismatch(f"prefill rank {note.rank} of {place.size} has nothing for this rank")
-        contact = wire.Contact(list(body["addresses"]), body["mailbox"])
+        contact = wire.contact_of(body)
         feeds = planning.feeds_of(theirs, place, receiver.kv.layout, receiver.place)
         source = Source(self, self.id, note.attempt, contact, theirs, body["layout"], place, feeds)
         source.wire, source.plan = str(body["wire"]), str(body["plan"])
@@ -323,6 +338,8 @@ class DecodeSession:
                 self._source_tp = place.size
                 self._arrived.expect(sources)
             self._changed.notify_all()
+        if self._lease is not None:
+            receiver.leases.accept(self._lease, note.attempt)
         receiver.inbox.greet(contact)  # so that its death is seen
         for early in self._early.pop(note.rank, []):
             self._heed(early)
@@ -364,6 +381,9 @@ class DecodeSession:
 
     def _fetched(self, note: wire.Note, error: Error | None) -> None:
         self._fetch_ended()
+        if isinstance(error, KeyNotFound):  # withdrawn by a side that is ending: its note says why in a moment
+            self._withdrawn = self._withdrawn or (time.monotonic(), error)
+            return
         if error is not None:
             self._end(error)
             return
@@ -391,8 +411,14 @@ class DecodeSession:
         if time.monotonic() >= self.deadline:
             total = len(self._arrived.group_of)
             self._end(DeadlineExceeded(f"{len(self.layers)} of {total} layers arrived before the deadline"))
-        elif not all(peer.alive for peer in self._peers) or not all(s.alive() for s in list(self._sources.values())):
-            self._end(PeerLost("the prefill engine is gone"))
+            return
+        if self._withdrawn is not None and time.monotonic() - self._withdrawn[0] >= wire.REASON_S:
+            self._end(Cancelled(f"the prefill side has withdrawn its pages: {self._withdrawn[1]}"))
+            return
+        gone = [f"{peer.name} is gone" for peer in self._peers if not peer.alive]
+        gone += [why for source in list(self._sources.values()) if (why := source.lost())]
+        if gone:
+            self._end(PeerLost(f"the prefill engine is lost: {gone[0]}"))
 
     def closed(self, error: Error) -> None:
         self._end(error)
@@ -410,8 +436,14 @@ class DecodeSession:
             sources = dict(self._sources)
             self._changed.notify_all()
         receiver = self._receiver
+        if self._lease is not None:
+            receiver.leases.end(self._lease)
+            if error is None:
+                receiver.leases.lend_again(self._lease)
+            else:
+                self._regions = self._lease.regions
         for session in {self.id, *(source.session_id for source in sources.values())}:
-            receiver.inbox.dismiss(session, wire.DECODE)
+            receiver.inbox.dismiss(session, b"", error or KeyNotFound("the session is over"))
         for rank, source in sources.items():
             if error is not None and rank != but:
                 source.say_failed(error)

@@ -15,17 +15,21 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch_mooncake import _core
-from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument
+from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InternalError, InvalidArgument, PeerLost
 from torch_mooncake.kv import wire
 
 if TYPE_CHECKING:
     from torch_mooncake.transfer import Engine, Op, Peer, RemoteRegion
 
+ALIVE_S = 1.0  # how often prefill says that it lives
+SILENCE_S = 5.0  # how long a side that cannot be dialled may say nothing
 TICK_S = 0.25  # how often deadlines and peers are looked at when nothing arrives
+_REMEMBERED = 256  # ends of sessions, and engines
+_KEPT = 8192  # regions of one engine
 _DIAL_S = 2.0  # a note that cannot be posted in that time is given up: deadlines are the guarantee, notes the speed
 
 
@@ -45,12 +49,14 @@ class Inbox:
         self.strays = 0  # notes of sessions that have ended
         self.undelivered = 0  # notes that could not be posted
         self._users = 0
-        self._listeners: dict[tuple[bytes, str], Listener] = {}  # by session and side
+        self._listeners: dict[tuple[bytes, bytes], Listener] = {}  # by session, and attempt for prefill sides
+        self._over: dict[tuple[bytes, bytes], Error] = {}  # how the latest failed ones ended
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
-        self._dialling: dict[str, threading.Lock] = {}
-        self._refused: dict[str, float] = {}  # when an address did not answer
+        self._peers: dict[bytes, Peer] = {}  # by engine
+        self._dialling: dict[bytes, threading.Lock] = {}
+        self._refused: dict[bytes, float] = {}  # when an engine did not answer
         self._mailboxes: dict[bytes, RemoteRegion] = {}
+        self._kept: dict[bytes, dict[bytes, RemoteRegion]] = {}  # by engine, then by descriptor
         self._mailbox = engine.register(bytearray(8), readable=False, writable=True, label="KV mailbox")
         self._posts: queue.SimpleQueue[tuple[wire.Contact, Callable[[], object]] | None] = queue.SimpleQueue()
         self._sent: collections.deque[Op] = collections.deque()
@@ -90,58 +96,71 @@ class Inbox:
         self._thread.join()
         os.close(self._wake)
         self._mailboxes.clear()
+        self._kept.clear()
         for peer in self._peers.values():
             peer.close()
         try:
             self.engine.deregister(self._mailbox, timeout=0)
-        except (Closed, Error):  # the engine is gone, or a peer still looks at eight bytes that hold nothing
+        except Error:  # the engine is gone, or a peer still has eight bytes in reach that hold nothing
             pass
 
     @property
     def contact(self) -> wire.Contact:
-        return wire.Contact(list(self.engine.addresses), self._mailbox.descriptor())
+        return wire.Contact(self.engine.id, list(self.engine.addresses), self._mailbox.descriptor())
 
-    def enlist(self, session: bytes, side: str, listener: Listener) -> None:
-        """`listener` hears notes to that side ("prefill" or "decode") of the session."""
+    def enlist(self, session: bytes, attempt: bytes, listener: Listener) -> None:
+        """`listener` hears notes to the decode side of the session (`attempt` b""), or to that attempt of prefill."""
         with self._lock:
-            self._listeners[session, side] = listener
+            self._listeners[session, attempt] = listener
         os.eventfd_write(self._wake, 1)  # it sleeps for ticks now
 
-    def dismiss(self, session: bytes, side: str) -> None:
+    def dismiss(self, session: bytes, attempt: bytes, why: Error | None = None) -> None:
+        """It hears no more. A side that says hello too late is told `why`."""
         with self._lock:
-            self._listeners.pop((session, side), None)
+            if self._listeners.pop((session, attempt), None) is not None and why is not None:
+                self._over[session, attempt] = why
+                while len(self._over) > _REMEMBERED:
+                    self._over.pop(next(iter(self._over)))
 
     # ---- out
 
-    def peer(self, addresses: Sequence[str], timeout: float) -> Peer:
-        """A connection, kept for the next who asks. PeerLost, AuthError … as `Engine.connect`."""
-        if not addresses:
+    def peer(self, contact: wire.Contact, timeout: float) -> Peer:
+        """A connection, kept for the next who asks. PeerLost, AuthError … as `Engine.connect`; PeerLost, too, if
+        another engine answers at its address (of a host that calls itself 127.0.0.1, for example)."""
+        if not contact.addresses:
             raise InvalidArgument("that side names no address: its engine does not listen")
-        address = addresses[0]
         with self._lock:
-            peer = self._peers.get(address)
+            dialling = self._dialling.setdefault(contact.engine, threading.Lock())
+        with dialling:
+            peer = self.known_peer(contact)
             if peer is not None and peer.alive:
                 return peer
-            dialling = self._dialling.setdefault(address, threading.Lock())
-        with dialling:
+            fresh = self.engine.connect(contact.addresses[0], timeout=timeout)
+            if fresh.id != contact.engine:
+                fresh.close()
+                raise PeerLost(f"another engine answers at {contact.addresses[0]}: {fresh.name}")
             with self._lock:
-                peer = self._peers.get(address)
-            if peer is None or not peer.alive:
-                fresh = self.engine.connect(address, timeout=timeout)
-                with self._lock:
-                    self._peers[address] = fresh
-                    self._refused.pop(address, None)
-                return fresh
-            return peer
+                if len(self._peers) > _REMEMBERED:
+                    self._forget_the_dead()
+                self._peers[contact.engine] = fresh
+                self._refused.pop(contact.engine, None)
+            return fresh
 
-    def known_peer(self, addresses: Sequence[str]) -> Peer | None:
+    def _forget_the_dead(self) -> None:
+        """With the lock: of engines that are gone nothing is kept."""
+        for engine in [engine for engine, peer in self._peers.items() if not peer.alive]:
+            for of in (self._peers, self._dialling, self._refused, self._kept):
+                of.pop(engine, None)
+        self._mailboxes = {name: remote for name, remote in self._mailboxes.items() if remote.peer.alive}
+
+    def known_peer(self, contact: wire.Contact) -> Peer | None:
         """The connection to that side, if there is (or was) one."""
         with self._lock:
-            return self._peers.get(addresses[0]) if addresses else None
+            return self._peers.get(contact.engine)
 
     def mailbox(self, contact: wire.Contact, timeout: float) -> RemoteRegion:
         """Where notes for that side go."""
-        peer = self.peer(contact.addresses, timeout)
+        peer = self.peer(contact, timeout)
         with self._lock:
             remote = self._mailboxes.get(contact.mailbox)
         if remote is None or not remote.peer.alive:
@@ -159,10 +178,31 @@ class Inbox:
         """The same without waiting or failing: a note that cannot be delivered is counted."""
         self.later(contact, lambda: self._sent.append(self.send(contact, note, _DIAL_S)))
 
+    def keep(self, peer: Peer, descriptor: bytes, timeout: float) -> RemoteRegion:
+        """A peer's region, opened on first use and kept for the sessions to come, and with it its map."""
+        with self._lock:
+            kept = self._kept.setdefault(peer.id, {})
+            remote = kept.pop(descriptor, None)
+            if remote is not None and remote.peer.alive:
+                kept[descriptor] = remote  # used last
+                return remote
+        remote = peer.open(descriptor, timeout=timeout)
+        with self._lock:
+            kept[descriptor] = remote
+            while len(kept) > _KEPT:  # withdrawn by a session of somebody else, most likely
+                del kept[next(iter(kept))]
+        return remote
+
+    def drop(self, engine: bytes, descriptors: list[bytes]) -> None:
+        """Regions that the other side has withdrawn."""
+        with self._lock:
+            for descriptor in descriptors:
+                self._kept.get(engine, {}).pop(descriptor, None)
+
     def greet(self, contact: wire.Contact) -> None:
         """Connects to that side in the background, so that its death is seen."""
-        if contact.addresses and self.known_peer(contact.addresses) is None:
-            self.later(contact, lambda: self.peer(contact.addresses, _DIAL_S))
+        if contact.addresses and self.known_peer(contact) is None:
+            self.later(contact, lambda: self.peer(contact, _DIAL_S))
 
     def later(self, contact: wire.Contact, job: Callable[[], object]) -> None:
         """Runs what may have to wait for that side, on the posting thread. An Error of the job is counted; a side that
@@ -176,10 +216,9 @@ class Inbox:
     def _post(self) -> None:
         while (item := self._posts.get()) is not None:
             contact, job = item
-            address = contact.addresses[0] if contact.addresses else ""
             while self._sent and self._sent[0].done():
                 self._sent.popleft()
-            if time.monotonic() - self._refused.get(address, -_DIAL_S) < _DIAL_S:
+            if time.monotonic() - self._refused.get(contact.engine, -_DIAL_S) < _DIAL_S:
                 self.undelivered += 1
                 continue
             try:
@@ -189,7 +228,7 @@ class Inbox:
             except Error:
                 self.undelivered += 1
                 with self._lock:
-                    self._refused[address] = time.monotonic()
+                    self._refused[contact.engine] = time.monotonic()
 
     # ---- in
 
@@ -225,11 +264,19 @@ class Inbox:
 
     def _deliver(self, note: wire.Note) -> None:
         with self._lock:
-            target = self._listeners.get((note.session, note.to))
-        if target is None:
-            self.strays += 1
-        else:
-            target.hear(note)
+            target = self._listeners.get((note.session, note.attempt if note.to == wire.PREFILL else b""))
+            why = self._over.get((note.session, note.attempt if note.to == wire.PREFILL else b""))
+        if target is not None:
+            try:
+                target.hear(note)
+            except Exception as error:  # a bug; the thread goes on for the other sessions
+                target.closed(InternalError(f"note {note.kind!r}: {type(error).__name__}: {error}"))
+            return
+        self.strays += 1
+        if note.kind == "hello" and why is not None:
+            to = wire.DECODE if note.to == wire.PREFILL else wire.PREFILL
+            with contextlib.suppress(InvalidArgument):  # nobody who could be told
+                self.post(wire.contact_of(note.body), wire.failed(note.session, to, why, attempt=note.attempt))
 
     def _snapshot(self) -> list[Listener]:
         with self._lock:

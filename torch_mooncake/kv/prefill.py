@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from torch_mooncake.errors import (
 )
 from torch_mooncake.kv import plan as planning
 from torch_mooncake.kv import wire
+from torch_mooncake.kv.inbox import ALIVE_S
 from torch_mooncake.kv.layout import PagedKVLayout
 from torch_mooncake.kv.plan import Plan
 from torch_mooncake.kv.runs import checked_ids
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
     from torch_mooncake.kv.send import KVSender
     from torch_mooncake.transfer import Region
 
-_DOUBT_S = 2.0  # how long the end of a failed session waits for those who may be reading
-_REASON_S = 0.5  # how long a push that failed waits for the other side's word why
+_DOUBT_S = 1.0  # how long the end of a failed session waits for those who may be reading
+_INLINE_NBYTES = 256 << 10  # up to that a push is posted by its caller
 
 
 class Event(Protocol):
@@ -80,6 +82,7 @@ class PrefillSession:
         self._jobs = 0  # pushes that are not dispatched yet
         self._dispatching = 0
         self._exposed_s = 0.0
+        self._said_alive = time.monotonic()
         self._error: Error | None = None
         self._ended = False  # no more pushes
         self._ended_at = 0.0
@@ -146,14 +149,16 @@ class PrefillSession:
         self._check_open()
         if layer not in self._sender.group_of:
             raise InvalidArgument(f"layer {layer} is not in {few(sorted(self._sender.group_of))}")
-        group, num_pages = self._sender.group_of[layer]
+        group, num_pages, page_nbytes = self._sender.group_of[layer]
         chunk = Chunk(layer, checked_ids(pages, num_pages), start)
         with self._changed:
             targets = list(self.targets)
             for target in targets:
                 target.check(chunk, group)
-            packed = any(target.plan.wire.startswith("packed") for target in targets)
-            inline = not self._jobs and not packed and (event is None or event.query())
+            # Longer ones are posted by the sender's thread, so that the caller can go on computing.
+            inline = not self._jobs and len(chunk.ids) * page_nbytes <= _INLINE_NBYTES
+            inline = inline and not any(target.plan.wire.startswith("packed") for target in targets)
+            inline = inline and (event is None or event.query())
             if not inline:
                 self._jobs += 1
             if self.pulled:
@@ -222,9 +227,13 @@ class PrefillSession:
                 self._add(ticket)
             self._sender.sessions.add(self)
             for target in self.targets:
-                inbox.enlist(target.session_id, wire.PREFILL, self)
+                inbox.enlist(target.session_id, self.attempt, self)
+            for target in self.targets:
                 if target.plan.wire != "none":
                     target.say_hello()
+            for target in self.targets:
+                if target.plan.wire != "none":
+                    target.await_welcome()
                 if target.plan.wire == "direct" and target.num_regions > 1:
                     self._sender.run(lambda target=target: self._guarded(target.open_all))  # type: ignore[misc]
         except BaseException as error:
@@ -250,8 +259,8 @@ class PrefillSession:
         feeds = planning.feeds_of(ours, sender.place, theirs, ticket.place)
         target = Target(self, ticket.session, ticket.contact, theirs, ticket.layout, ticket.place, feeds)
         target.reserve(pages, ticket.prompt_pages)
-        peer = sender.inbox.peer(ticket.contact.addresses, left(self.deadline))
-        transport = target.reach(peer, ticket.regions)
+        peer = sender.inbox.peer(ticket.contact, left(self.deadline))
+        transport = target.reach(peer, ticket)
         target.plan = planning.choose(
             planning.agree(self._asked, ticket.wire), ours, sender.place, theirs, ticket.place, feeds, transport,
             sender.cannot_pack(),
@@ -267,7 +276,7 @@ class PrefillSession:
         # A registration of its own: withdrawing it fences this session's readers and no others.
         self._regions = sender.kv.register(sender.engine, writable=False, label="offered KV pages")
         sender.sessions.add(self)
-        sender.inbox.enlist(self.id, wire.PREFILL, self)
+        sender.inbox.enlist(self.id, self.attempt, self)
 
     def ticket(self) -> bytes:
         """Pull: what the decode ranks need. Carry it over any channel. No secret."""
@@ -284,6 +293,8 @@ class PrefillSession:
                 layout=sender.layout_key,
                 place=sender.place,
                 regions=[region.descriptor() for region in self._regions],
+                table=b"",
+                slot=0,
                 pages=[],
                 prompt_pages=[],
                 wire=self._asked,
@@ -295,7 +306,7 @@ class PrefillSession:
         """Pull: a decode rank has come (inbox thread)."""
         sender, body = self._sender, note.body
         place, theirs = wire.Place(*body["place"]), sender.layout_of(body["layout"])
-        contact = wire.Contact(list(body["addresses"]), body["mailbox"])
+        contact = wire.contact_of(body)
         if any(target.place.rank == place.rank for target in self.targets):
             raise InvalidArgument(f"decode rank {place.rank} used the ticket twice")
         check_layouts(sender.kv.layout, sender.place, theirs, place, "the decode cache differs")
@@ -378,7 +389,7 @@ class PrefillSession:
         for target in self.targets:
             for sent in list(target.sent):
                 sent.op.wait(left(self.deadline))
-                target.transport = sent.op.transport or target.transport
+                target.carried(sent)
         self._await(lambda: not any(target.unfetched or target.waiting for target in self.targets))
 
     def _await(self, reached: Callable[[], bool]) -> None:
@@ -409,13 +420,15 @@ class PrefillSession:
             elif note.kind == "hello" and self.pulled:
                 self._meet(note)
             elif target is not None and note.kind == "ack":
+                target.transport = str(note.body["transport"])
                 target.fetched(note.chunk)
             elif target is not None and note.kind == "closed":
                 target.closed = True
         except Error as error:
             if note.kind == "hello":
-                contact = wire.Contact(list(note.body["addresses"]), note.body["mailbox"])
-                self._sender.inbox.post(contact, self._failed_note(note.session, error))
+                with contextlib.suppress(InvalidArgument):  # nobody who could be told
+                    contact = wire.contact_of(note.body)
+                    self._sender.inbox.post(contact, self._failed_note(note.session, error))
             self._fail(error)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self._fail(InvalidArgument(f"not a note: {note.kind}, {type(error).__name__}: {error}"))
@@ -427,12 +440,18 @@ class PrefillSession:
         if self._ended:
             return
         for target in list(self.targets):
-            peer = target.peer or self._sender.inbox.known_peer(target.contact.addresses)
+            peer = target.peer or self._sender.inbox.known_peer(target.contact)
             if peer is not None and not peer.alive and not target.closed:
                 self._fail(PeerLost("the decode engine is gone", peer=peer.name))
                 return
-        if time.monotonic() >= self.deadline:
+        now = time.monotonic()
+        if now >= self.deadline:
             self._fail(DeadlineExceeded("the session's deadline has passed"))
+        elif now - self._said_alive >= ALIVE_S:
+            self._said_alive = now
+            for target in list(self.targets):
+                if target.plan.wire != "none" and not target.closed:
+                    target.say_alive()
 
     def closed(self, error: Error) -> None:
         self._fail(error)
@@ -440,10 +459,13 @@ class PrefillSession:
     def _reason(self, error: BaseException) -> BaseException:
         """A push into pages that were withdrawn fails as KeyNotFound; the decode side says why in a moment."""
         if isinstance(error, KeyNotFound):
-            with self._changed:
-                self._changed.wait_for(lambda: self._error is not None, _REASON_S)
-                return self._error or Cancelled(f"the decode side has withdrawn its pages: {error}")
+            return self._heard_why() or Cancelled(f"the decode side has withdrawn its pages: {error}")
         return error
+
+    def _heard_why(self) -> Error | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None, wire.REASON_S)
+            return self._error
 
     def _raised(self) -> Error:
         assert self._error is not None
@@ -508,7 +530,7 @@ class PrefillSession:
     def _settle(self) -> None:
         self._sender.sessions.discard(self)
         for session in {self.id, *(target.session_id for target in self.targets)}:
-            self._sender.inbox.dismiss(session, wire.PREFILL)
+            self._sender.inbox.dismiss(session, self.attempt, self._error)
         for target in self.targets:
             target.let_go()
         with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch_mooncake.errors import Error, InvalidArgument, LayoutMismatch
 from torch_mooncake.kv import wire
 from torch_mooncake.kv.fetch import Fetch
+from torch_mooncake.kv.inbox import SILENCE_S
 from torch_mooncake.kv.layout import PagedKVLayout
 from torch_mooncake.kv.plan import Feed
 from torch_mooncake.kv.target import left
@@ -35,6 +37,7 @@ class Source:
         feeds: list[Feed | None],
     ) -> None:
         self.session_id, self.attempt, self.contact, self.place = session_id, attempt, contact, place
+        self.heard = time.monotonic()  # when it last said something
         self.wire = ""  # as it says
         self.plan = ""
         self.peer: Peer | None = None  # pull
@@ -43,7 +46,7 @@ class Source:
         self._layout, self._layout_key, self._feeds = layout, layout_key, feeds
         self._lock = threading.Lock()
         self._staging: RemoteRegion | None = None
-        self._early: list[wire.Note] = []  # packed chunks, before its staging memory has been opened
+        self._early: list[tuple[wire.Note, Fetch]] = []  # packed chunks, before its staging memory has been opened
 
     @property
     def _receiver(self) -> KVReceiver:
@@ -65,28 +68,27 @@ class Source:
             return
         if self.wire == "packed_fp8" and session.wire != "packed_fp8":
             raise InvalidArgument("pages came as float8, and this side has not asked for it")
+        fetch, descriptor = self._read_packed(note, group, feed), bytes(note.body["staging"])
         with self._lock:
-            if self._staging is None:
-                self._early.append(note)
-                first = len(self._early) == 1
-            else:
-                first = False
-        if first:
-            self._receiver.inbox.later(self.contact, lambda: self._open_staging(note.body["staging"]))
-        elif self._staging is not None:
-            self._submit(note, self._read_packed(note, group, feed))
+            early = self._staging is None
+            if early:
+                self._early.append((note, fetch))
+        if not early:
+            self._submit(note, fetch)
+        elif len(self._early) == 1:
+            self._receiver.inbox.later(self.contact, lambda: self._open_staging(descriptor))
 
     def _open_staging(self, descriptor: bytes) -> None:
         """On the posting thread."""
         session = self._session
         try:
-            peer = self._receiver.inbox.peer(self.contact.addresses, left(session.deadline))
+            peer = self._receiver.inbox.peer(self.contact, left(session.deadline))
             remote = peer.open(descriptor, timeout=left(session.deadline))
             with self._lock:
                 self._staging = remote
                 early, self._early = self._early, []
-            for note in early:
-                self.fetch(note)
+            for note, fetch in early:
+                self._submit(note, fetch)
         except Error as error:
             session._end(error)
             raise
@@ -128,35 +130,33 @@ class Source:
                     scratch.give_back(place[0])
             if error is None:
                 ack = wire.Note(
-                    self.session_id, "ack", wire.PREFILL, self.attempt, receiver.place.rank, chunk=note.chunk
-                )
+                    self.session_id, "ack", wire.PREFILL, self.attempt, receiver.place.rank, chunk=note.chunk,
+                    body={"transport": fetch.ops[0].transport},
+                )  # fmt: skip
                 receiver.inbox.post(self.contact, wire.encode(ack))
             session._fetched(note, error)
 
-        return Fetch(begin, end, session._pending)
+        fetch = Fetch(begin, end, session._pending)
+        return fetch
 
     def _read_pages(self, note: wire.Note, group: int, feed: Feed) -> Fetch:
         session, receiver = self._session, self._receiver
         theirs = np.frombuffer(note.body["pages"], np.int64)
         ours = np.asarray(session.group_pages[group][note.start : note.start + note.count])
-        exchange = receiver.exchange_with(self._layout_key, self._layout, note.layer, group, feed)
-        runs = exchange.runs(ours, theirs)
+        moves = receiver.runs_with(self._layout_key, self._layout, group, feed).moves(note.layer, ours, theirs)
 
         def begin() -> list[Op]:
-            ops: list[Op] = []
-            pair = runs.our_storage.astype(np.int64) << 32 | runs.their_storage
-            for one in np.unique(pair).tolist():
-                chosen = pair == one
-                op = receiver.engine.read(
-                    receiver.regions[one >> 32],
-                    self.remotes[one & 0xFFFFFFFF],
-                    local_offsets=runs.our_offset[chosen],
-                    remote_offsets=runs.their_offset[chosen],
-                    nbytes=runs.nbytes[chosen],
+            return [
+                receiver.engine.read(
+                    receiver.regions[move.our_storage],
+                    self.remotes[move.their_storage],
+                    local_offsets=move.our_offset,
+                    remote_offsets=move.their_offset,
+                    nbytes=move.nbytes,
                     timeout=left(session.deadline),
                 )
-                ops.append(op)
-            return ops
+                for move in moves
+            ]
 
         return Fetch(begin, lambda error: session._fetched(note, error), session._pending)
 
@@ -168,6 +168,12 @@ class Source:
         note = wire.failed(self.session_id, wire.PREFILL, error, attempt=self.attempt, rank=self._receiver.place.rank)
         self._receiver.inbox.post(self.contact, note)
 
-    def alive(self) -> bool:
-        peer = self.peer or self._receiver.inbox.known_peer(self.contact.addresses)
-        return peer is None or peer.alive
+    def lost(self) -> str:
+        """Why it is to be taken for lost, or ""."""
+        inbox = self._receiver.inbox
+        peer = self.peer or inbox.known_peer(self.contact)
+        if peer is not None:
+            return "" if peer.alive else f"{peer.name} is gone"
+        inbox.greet(self.contact)
+        silence = time.monotonic() - self.heard
+        return f"it cannot be dialled and has said nothing for {silence:.0f} s" if silence > SILENCE_S else ""

@@ -10,6 +10,7 @@ Version 2. A ticket travels by any channel of the caller's (HTTP, a queue); ever
     ack      decode -> prefill                              a packed chunk has been fetched
     done     prefill -> decode                              everything is there, with prefill's `meta`
     closed   decode -> prefill                              everything is in place (pull)
+    alive    prefill -> decode                              every few seconds, in case it cannot be dialled
     failed   either way                                     it is over, and why
 
 Every note names its session (16 random bytes, never used twice) and, from prefill, the attempt (one `PrefillSession`):
@@ -27,6 +28,7 @@ from torch_mooncake import errors
 from torch_mooncake.errors import Cancelled, DeadlineExceeded, Error, InvalidArgument, PeerLost, VersionMismatch
 
 VERSION = 2
+REASON_S = 0.5  # how long who finds memory withdrawn waits for the other side's word why
 MAX_NOTE_NBYTES = 60 << 10  # the engine takes 64 KiB
 WIRES = ("auto", "direct", "packed", "packed_fp8")
 PREFILL, DECODE = "prefill", "decode"
@@ -40,9 +42,10 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Contact(msgspec.Struct, array_like=True):
-    """How notes reach a side: addresses of its engine (may be none) and the descriptor of its mailbox, a few bytes that
-    nothing is ever written into."""
+    """How notes reach a side: its engine's id and addresses (may be none), and the descriptor of its mailbox, a few
+    bytes that nothing is ever written into."""
 
+    engine: bytes
     addresses: list[str]
     mailbox: bytes
 
@@ -58,7 +61,9 @@ class Ticket(msgspec.Struct, array_like=True):
     attempt: bytes  # of the prefill side (pull), or b""
     layout: bytes  # pack_layout()
     place: Place
-    regions: list[bytes]  # descriptors, in the order of the layout's storages
+    regions: list[bytes]  # descriptors, in the order of the layout's storages, of this session alone
+    table: bytes  # descriptor of the table of leases (push), or b""
+    slot: int  # in the table
     pages: list[bytes]  # int64 page ids of each group (push)
     prompt_pages: list[int]  # of each group: how many count for completeness; -1: prefill says so at the end
     wire: str
@@ -109,6 +114,14 @@ def decode_note(data: bytes) -> Note | None:
 
 
 encode = msgspec.msgpack.encode
+
+
+def contact_of(body: dict[str, Any]) -> Contact:
+    """InvalidArgument for a body without one."""
+    try:
+        return msgspec.convert(body.get("contact"), Contact)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"not a contact: {error}") from error
 
 
 def pack_layout(fields: dict[str, Any]) -> bytes:

@@ -1,14 +1,15 @@
 """Paged-KV operators, as functions and as ``torch.ops.torch_mooncake.*``.
 
-A *pool* is a tensor ``[num_pages, *page]`` with any strides, between pages and inside them: a transposed view of an NHD
-pool is read and written as HND. Page ids are a one-dimensional int32 or int64 tensor. The operators that move pages take
-tensors of every dtype. All have Meta kernels and can stand in ``torch.compile(fullgraph=True)`` and ``torch.export``.
-They have no gradient.
+A *pool* is a tensor ``[num_pages, *page]`` with any strides, between pages and inside them: a transposed view of an
+NHD pool is read and written as HND. Page ids are a one-dimensional int32 or int64 tensor. The operators that move pages
+take tensors of every dtype. All have Meta kernels and can stand in ``torch.compile(fullgraph=True)`` and
+``torch.export``. They have no gradient.
 
 Errors are raised before anything is written: ``IndexError`` names the position, value and range of a page id that does
 not exist; ``ValueError`` names the argument whose shape, dtype, device or layout does not fit, or the id that would be
-written twice. On CUDA, ids that live on the GPU are checked there, which waits for the stream; ids on the CPU are not
-waited for.
+written twice. Ids on a GPU are not looked at beforehand: one out of range is skipped (its page is neither read nor
+written), nothing waits for the GPU, and the call can be captured in a CUDA graph; with TM_CHECK_IDS=1 in the
+environment they are checked as the others are, for which the host waits. Ids on the CPU are not waited for either.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def scatter_pages_layers(pools: Sequence[Tensor], page_ids: Tensor, pages: Tenso
 def copy_pages(src: Sequence[Tensor], src_ids: Tensor, dst: Sequence[Tensor], dst_ids: Tensor) -> None:
     """Pages straight from one layout to another: ``dst[l][dst_ids[i]] = src[l][src_ids[i]]``.
 
-    src: one ``[src_pages, *page]`` a layer; dst: one ``[dst_pages, *page]`` a layer, changed in place; any strides on both
-    sides, one dtype and device. src_ids, dst_ids: ``[n]``; dst_ids has each id at most once. ``src[l]`` and ``dst[l]``
-    may be one tensor as long as no id is in both lists.
+    src: one ``[src_pages, *page]`` a layer; dst: one ``[dst_pages, *page]`` a layer, changed in place; any strides on
+    both sides, one dtype and device. src_ids, dst_ids: ``[n]``; dst_ids has each id at most once. ``src[l]`` and
+    ``dst[l]`` may be one tensor as long as no id is in both lists.
     """
     _ops.copy_pages.default(list(src), src_ids, list(dst), dst_ids)
 
@@ -111,9 +112,9 @@ def reshard_heads(
     ``kv_heads / tp`` heads from ``r * kv_heads / tp`` on; of ``tp > kv_heads`` the one head ``r // (tp / kv_heads)``.
 
     sources: one tensor for each of `source_ranks` (default: ranks 0, 1, ...), its heads at dimension
-    `source_head_axis`; `source_tp` defaults to their number. outs, changed in place: one for each of `out_ranks`, of the
-    shape of ``source.movedim(source_head_axis, out_head_axis)`` with its own number of heads; `out_head_axis` defaults
-    to `source_head_axis`. NHD to HND is heads from -2 to -3. Any strides; one dtype and device.
+    `source_head_axis`; `source_tp` defaults to their number. outs, changed in place: one for each of `out_ranks`, of
+    the shape of ``source.movedim(source_head_axis, out_head_axis)`` with its own number of heads; `out_head_axis`
+    defaults to `source_head_axis`. NHD to HND is heads from -2 to -3. Any strides; one dtype and device.
 
     Every head of an out is taken from the first source that holds it. ``ValueError`` for one that none of them holds.
     """
@@ -181,7 +182,8 @@ def hash_pages(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:
     """The hashes of a prompt's full pages: ``torch_mooncake.kv.page_hashes(..., "xxh3")`` as a tensor.
 
     token_ids: int64 or int32 ``[n]``; page_size: tokens a page; root: uint8 ``[16]``. Returns uint8
-    ``[n // page_size, 16]``: XXH3-128 of the hash before (at first the root) and the page's tokens as little-endian int64.
+    ``[n // page_size, 16]``: XXH3-128 of the hash before (at first the root) and the page's tokens as little-endian
+    int64.
     """
     return _ops.hash_pages.default(token_ids, page_size, root)
 
@@ -189,8 +191,8 @@ def hash_pages(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:
 def hash_pages_batch(token_ids: Tensor, offsets: Tensor, page_size: int, roots: Tensor) -> Tensor:
     """`hash_pages` of many prompts, on several threads.
 
-    Prompt p is ``token_ids[offsets[p] : offsets[p + 1]]``. token_ids: int64 or int32 ``[n]``; offsets: int64 on the CPU,
-    ``[prompts + 1]``, ascending from 0 to n; roots: uint8 ``[16]`` for all or ``[prompts, 16]``. Returns uint8
+    Prompt p is ``token_ids[offsets[p] : offsets[p + 1]]``. token_ids: int64 or int32 ``[n]``; offsets: int64 on the
+    CPU, ``[prompts + 1]``, ascending from 0 to n; roots: uint8 ``[16]`` for all or ``[prompts, 16]``. Returns uint8
     ``[n // page_size, 16]``: the hashes of prompt 0, of prompt 1 and so on, ``(length // page_size)`` each; rows behind
     the last one are zero.
     """

@@ -167,7 +167,7 @@ class PagedKV:
     def gather(self, pages: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Copies of whole pages, all layers: [n, num_layers, ...page]."""
         ids = self.layout.page_ids(pages)
-        out = torch.empty((len(ids), *self.page_shape), dtype=self.layers[0].dtype)
+        out = torch.empty((len(ids), *self.page_shape), dtype=self.layers[0].dtype, device=self.device)
         for index in range(len(ids)):
             ops.gather_pages_layers(self.layers, ids[index : index + 1], out[index].unsqueeze(1))
         return out

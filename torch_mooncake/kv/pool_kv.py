@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 
 from torch_mooncake import aio, context
@@ -16,7 +17,7 @@ from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.errors import Corrupt, Error, InvalidArgument, KeyNotFound
 from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, page_hashes, root_hash
-from torch_mooncake.kv.page_keys import PREFIX, page_meta
+from torch_mooncake.kv.page_keys import PREFIX, PageMeta, page_meta
 from torch_mooncake.kv.page_objects import PageObjects
 from torch_mooncake.kv.prefix_reuse import PrefixLoad, PrefixStore
 from torch_mooncake.kv.runs import checked_ids
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _PIN_S = 10.0  # what a put holds its prefix with, at most
 _PIN_MOST_S = 3600.0  # what a load holds its pages with, at most
+_page_meta = msgspec.msgpack.Decoder(PageMeta)
 _BOOKKEEPING_S = 2.0  # how long the outcome waits for what only concerns eviction
 
 
@@ -72,6 +74,8 @@ class PoolKV:
         self._fingerprint = self._objects.fingerprint
         self._prefix = f"{PREFIX}{quote(model, safe='')}/{self._fingerprint}/"
         self._leaf = describe_tensor(self._objects.dtype, self._objects.shape)
+        ours = self._leaf({})  # every page's is the same, but for what is between these two
+        self._head, self._foot = ours[:-2], ours[-1:]
         self._page_size = self._objects.group.page_size
         self.stats = PoolKVStats()
 
@@ -325,11 +329,23 @@ class PoolKV:
 
     def _check(self, key: str, found: Any, before: str | None) -> None:
         """That the object is a page of this layout, and follows ``before``."""
+        page = self._quick_meta(found.meta) or self._checked_meta(key, found)
+        if before is not None and page is not None and page.parent not in (None, before.rpartition("/")[2]):
+            raise Corrupt(f"{key} says that it follows page {page.parent}, not {before}")
+
+    def _quick_meta(self, meta: bytes) -> PageMeta | None:
+        """What an object says of its page, if it is described as ours are; None: look closer."""
+        if not meta.startswith(self._head) or not meta.endswith(self._foot):
+            return None
+        try:
+            return _page_meta.decode(meta[len(self._head) : -1])
+        except msgspec.MsgspecError:
+            return None
+
+    def _checked_meta(self, key: str, found: Any) -> PageMeta | None:
         described = Decoded(found.meta, found.nbytes, lambda offset, nbytes: b"")
         root = described.root
         shape, dtype = self._objects.shape, str(self._objects.dtype).removeprefix("torch.")
         if not isinstance(root, Tensor) or root.shape != shape or root.dtype != dtype or root.offset != 0:
             raise Corrupt(f"{key} holds {root}, not a page of shape {shape} and dtype {dtype}")
-        meta = page_meta(described.user)
-        if before is not None and meta is not None and meta.parent not in (None, before.rpartition("/")[2]):
-            raise Corrupt(f"{key} says that it follows page {meta.parent}, not {before}")
+        return page_meta(described.user)

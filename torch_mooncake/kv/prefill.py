@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _DOUBT_S = 1.0  # how long the end of a failed session waits for those who may be reading
 _INLINE_NBYTES = 256 << 10  # up to that a push is posted by its caller
-_REASON_S = 0.5  # how long a push that failed waits for the other side's word why
 
 
 class Event(Protocol):
@@ -465,7 +464,7 @@ class PrefillSession:
 
     def _heard_why(self) -> Error | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None, _REASON_S)
+            self._changed.wait_for(lambda: self._error is not None, wire.REASON_S)
             return self._error
 
     def _raised(self) -> Error:

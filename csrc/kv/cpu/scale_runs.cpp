@@ -34,44 +34,52 @@ void store(std::byte* at, int64_t i, float value) {
   if constexpr (kWide == WideType::bf16) put(at, i, float_to_bfloat(value));
 }
 
-template <WideType kWide>
-uint32_t amax(const std::byte* wide, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(load<kWide>(wide, i)) & kFloatAbs;
-    if (magnitude < kFloatInf) largest = std::max(largest, magnitude);
-  }
-  return largest;
-}
-
-template <WideType kWide, NarrowType kNarrow>
-void quantize(const std::byte* wide, std::byte* narrow, int64_t n, float inverse) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float x = load<kWide>(wide, i);
-    if constexpr (kNarrow == NarrowType::fp8_e4m3fn) {
-      put(narrow, i, std::isnan(x) ? float_to_fp8(x) : float_to_fp8(x * inverse));
-    } else {
-      put(narrow, i,
-          std::isnan(x) ? int8_t{0} : static_cast<int8_t>(std::nearbyint(std::clamp(x * inverse, -127.0f, 127.0f))));
+template <WideType kWide, bool kFinite>
+void amax(const std::byte* wide, const Tile& tile, uint32_t* largest) {
+  for_runs(tile, [&](int64_t at, int64_t, int64_t group) {
+    for (int64_t i = 0; i < tile.n; ++i) {
+      const uint32_t magnitude = std::bit_cast<uint32_t>(load<kWide>(wide + at, i)) & kFloatAbs;
+      if (!kFinite || magnitude < kFloatInf) largest[group] = std::max(largest[group], magnitude);
     }
-  }
+  });
+}
+
+template <NarrowType kNarrow>
+std::byte narrowed(float x, float inverse) {
+  const bool nan = std::isnan(x);
+  if constexpr (kNarrow == NarrowType::fp8_e4m3fn) return std::byte{float_to_fp8(nan ? x : x * inverse)};
+  const float y = nan ? 0.0f : std::clamp(x * inverse, -127.0f, 127.0f);
+  return static_cast<std::byte>(static_cast<int8_t>(std::nearbyint(y)));
+}
+
+template <NarrowType kNarrow>
+float widened(std::byte q) {
+  if constexpr (kNarrow == NarrowType::fp8_e4m3fn) return fp8_to_float(std::to_integer<uint8_t>(q));
+  return static_cast<float>(static_cast<int8_t>(q));
 }
 
 template <WideType kWide, NarrowType kNarrow>
-void dequantize(const std::byte* narrow, std::byte* wide, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) {
-    if constexpr (kNarrow == NarrowType::fp8_e4m3fn)
-      store<kWide>(wide, i, fp8_to_float(element<uint8_t>(narrow, i)) * scale);
-    else
-      store<kWide>(wide, i, static_cast<float>(element<int8_t>(narrow, i)) * scale);
-  }
+void quantize(const std::byte* wide, std::byte* narrow, const Tile& tile, const float* inverse) {
+  for_runs(tile, [&](int64_t from, int64_t to, int64_t group) {
+    for (int64_t i = 0; i < tile.n; ++i)
+      narrow[to + i] = narrowed<kNarrow>(load<kWide>(wide + from, i), inverse[group]);
+  });
 }
+
+template <WideType kWide, NarrowType kNarrow>
+void dequantize(const std::byte* narrow, std::byte* wide, const Tile& tile, const float* scales) {
+  for_runs(tile, [&](int64_t to, int64_t from, int64_t group) {
+    for (int64_t i = 0; i < tile.n; ++i) store<kWide>(wide + to, i, widened<kNarrow>(narrow[from + i]) * scales[group]);
+  });
+}
+
+template <WideType kWide, NarrowType kNarrow>
+constexpr ScaleRuns kRuns{amax<kWide, false>, amax<kWide, true>, quantize<kWide, kNarrow>, quantize<kWide, kNarrow>,
+                          dequantize<kWide, kNarrow>};
 
 template <WideType kWide>
 ScaleRuns of(NarrowType narrow) {
-  if (narrow == NarrowType::fp8_e4m3fn)
-    return {amax<kWide>, quantize<kWide, NarrowType::fp8_e4m3fn>, dequantize<kWide, NarrowType::fp8_e4m3fn>};
-  return {amax<kWide>, quantize<kWide, NarrowType::int8>, dequantize<kWide, NarrowType::int8>};
+  return narrow == NarrowType::fp8_e4m3fn ? kRuns<kWide, NarrowType::fp8_e4m3fn> : kRuns<kWide, NarrowType::int8>;
 }
 
 }  // namespace

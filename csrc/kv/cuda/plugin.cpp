@@ -2,7 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <string>
+#include <string_view>
 
 namespace torch_mooncake::kv {
 namespace {
@@ -22,39 +24,47 @@ Result<const CudaKernels*> load_plugin() {
 }
 
 template <typename Call>
-Status queue(void (*CudaKernels::*kernel)(const Call&, const CudaRun&, CudaVerdict*), const char* name,
-             const Call& call, const CudaRun& run) {
+Status queue(void (*CudaKernels::*kernel)(const Call&, const CudaRun&, CudaVerdict*), const Call& call,
+             const CudaRun& run) {
   static const Result<const CudaKernels*> plugin = load_plugin();
   TM_TRY(plugin.status());
-  auto* fn = plugin.value()->*kernel;
-  if (fn == nullptr) return {Code::unsupported, std::string(name) + " has no CUDA kernel in this build"};
   CudaVerdict verdict;
-  fn(call, run, &verdict);
+  (plugin.value()->*kernel)(call, run, &verdict);
   return {verdict.code, verdict.message};
 }
 
 }  // namespace
 
-Status cuda_copy_pages(const PageCopy& copy, const CudaRun& run) {
+bool cuda_checks_ids() {
+  static const bool checks = [] {
+    const char* value = std::getenv("TM_CHECK_IDS");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return checks;
+}
+
+Status cuda_copy_pages(const PageCopy& copy, const CudaRun& where) {
+  CudaRun run = where;
+  run.check_ids = cuda_checks_ids();
   TM_TRY(check_copy(copy));
-  if (copy.nbytes() == 0 && !copy.src_ids.on_device && !copy.dst_ids.on_device) return {};
-  return queue(&CudaKernels::copy_pages, "copy_pages", copy, run);
+  if (copy.nbytes() == 0 && !run.check_ids) return {};
+  return queue(&CudaKernels::copy_pages, copy, run);
 }
 
 Status cuda_quantize_pages(const PageScaling& call, const CudaRun& run) {
   if (call.blocks() == 0) return {};
-  return queue(&CudaKernels::quantize_pages, "quantize_pages", call, run);
+  return queue(&CudaKernels::quantize_pages, call, run);
 }
 
 Status cuda_dequantize_pages(const PageScaling& call, const CudaRun& run) {
   if (call.blocks() == 0 || call.block_elements() == 0) return {};
-  return queue(&CudaKernels::dequantize_pages, "dequantize_pages", call, run);
+  return queue(&CudaKernels::dequantize_pages, call, run);
 }
 
 Status cuda_hash_pages(const PageHashing& call, const CudaRun& run) {
   TM_TRY(check_hashing(call));
   if (call.num_tokens < call.page_size) return {};
-  return queue(&CudaKernels::hash_pages, "hash_pages", call, run);
+  return queue(&CudaKernels::hash_pages, call, run);
 }
 
 }  // namespace torch_mooncake::kv

@@ -10,37 +10,40 @@
 
 namespace torch_mooncake::kv {
 
-// Where a call runs. Work is queued on the stream and is not waited for, but where a verdict on ids that lie on the
-// device is needed before anything may be written.
+// Where a call runs. Work is queued on the stream and is not waited for.
 struct CudaRun {
-  void* workspace;  // device memory, as many bytes as the call needs, 16-byte aligned, used on `stream` only
-  void* stream;     // cudaStream_t
+  void* workspace;         // device memory, as many bytes as the call needs, 16-byte aligned, used on `stream` only
+  void* stream;            // cudaStream_t
+  bool check_ids = false;  // set by cuda_copy_pages()
 };
 
-// Of a copy: a verdict (16 bytes), then the ids that come from the host, then one bit a page of dst to find duplicates
-// among ids on the device.
+// TM_CHECK_IDS=1 in the environment when this is first asked: page ids that lie on the device are checked there as the
+// CPU checks its own, for which the host waits. Otherwise nobody looks at them beforehand: the kernels skip ids out of
+// range (neither read nor written), do not wait, and can be captured in a CUDA graph.
+TM_API bool cuda_checks_ids();
+
+// Of a copy: the ids that come from the host, then, if ids are checked, a verdict and one bit a page of dst.
 struct CudaCopyWorkspace {
   static constexpr int64_t kVerdictNbytes = 16;
   static int64_t staged_nbytes(const PageIds& ids) {
     return ids.on_device || ids.data == nullptr ? 0 : (ids.count * (ids.wide ? 8 : 4) + 15) / 16 * 16;
   }
-  static int64_t bitmap_nbytes(const PageCopy& copy) {
-    return copy.dst_ids.on_device ? (copy.dst_pages + 127) / 128 * 16 : 0;
-  }
+  static int64_t bitmap_nbytes(const PageCopy& copy) { return (copy.dst_pages + 127) / 128 * 16; }
   static int64_t nbytes(const PageCopy& copy) {
-    return kVerdictNbytes + staged_nbytes(copy.src_ids) + staged_nbytes(copy.dst_ids) + bitmap_nbytes(copy);
+    return staged_nbytes(copy.src_ids) + staged_nbytes(copy.dst_ids) +
+           (cuda_checks_ids() ? kVerdictNbytes + bitmap_nbytes(copy) : 0);
   }
 };
 
-// Of a hashing: the offsets of the prompts.
-inline int64_t cuda_workspace_nbytes(const PageHashing& call) { return (call.prompts + 1) * 8; }
+// Of a hashing: where each prompt's tokens begin, and where its hashes do.
+inline int64_t cuda_workspace_nbytes(const PageHashing& call) { return (call.prompts + 1) * 16; }
 
 struct CudaVerdict {
   Code code = Code::ok;
   char message[256] = "";
 };
 
-// What the plug-in has; nullptr: this kernel is not there (`unsupported`).
+// What the plug-in has.
 struct CudaKernels {
   void (*copy_pages)(const PageCopy&, const CudaRun&, CudaVerdict*);
   void (*quantize_pages)(const PageScaling&, const CudaRun&, CudaVerdict*);
@@ -49,7 +52,7 @@ struct CudaKernels {
 };
 
 // The plug-in's one symbol; the number changes with these structs.
-inline constexpr char kCudaKernelsSymbol[] = "torch_mooncake_cuda_kernels_2";
+inline constexpr char kCudaKernelsSymbol[] = "torch_mooncake_cuda_kernels_3";
 using CudaKernelsFn = const CudaKernels*();
 
 // Each checks the host's part as the CPU's twin does, loads the plug-in on first use (beside this library;

@@ -249,12 +249,38 @@ def test_trtllms_replicated_regions_and_other_roles():
         PagedKV.from_trtllm_v2(layout, kv_heads=2, device="cpu")
 
 
+def test_what_is_not_there_yet_says_so():
+    with pytest.raises(Unsupported, match="page_unified"):
+        PagedKV.from_sglang(torch.zeros(2, 1, 8, 1, 4), layout="page_unified", page_size=4)
+
+
+def test_trtllm_memory_that_is_not_aligned_is_refused():
+    case = trtllm_v2(Sizes())
+    region = SimpleNamespace(
+        base=case.keep.data_ptr() + 2,
+        size=2 * 96,
+        stride=200,
+        num_slots=2,
+        buffers=tuple(SimpleNamespace(layer_id=0, role=role, expansion=1) for role in ("key", "value")),
+    )
+    group = SimpleNamespace(layer_group_id=0, layer_ids=(0,), window_size=None, regions=(region,))
+    layout = SimpleNamespace(tokens_per_block=4, groups=(group,), dtype=torch.float32)
+    assert PagedKV.from_trtllm_v2(layout, kv_heads=2, device="cpu").layout.num_pages == 2  # its own storage: aligned
+    region.stride = 202
+    with pytest.raises(InvalidArgument, match="layer 0: key is not at multiples of 4 bytes"):
+        PagedKV.from_trtllm_v2(layout, kv_heads=2, device="cpu")
+    group.layer_ids = (0, 1)
+    region.stride = 200
+    with pytest.raises(InvalidArgument, match=r"regions have layers \[0\], the group \[0, 1\]"):
+        PagedKV.from_trtllm_v2(layout, kv_heads=2, device="cpu")
+
+
 def test_storages_within_each_other_are_one():
     whole = torch.zeros(4, 2, 2, 4, 2, 8)
     half = torch.from_numpy(whole.numpy()[:, 1])  # a storage of its own over the same memory
     kv = PagedKV([whole[:, 0], half])
     assert len(kv.storages) == 1
-    assert kv.layout.storage_index == (0, 0)
+    assert [plane.storage for _, (plane,) in kv.layout.only.layers] == [0, 0]
     flat = torch.zeros(3000, dtype=torch.uint8).numpy()
     parts = [torch.from_numpy(flat[:2000]).view(2, 1000), torch.from_numpy(flat[1000:]).view(2, 1000)]
     with pytest.raises(Unsupported, match="storages overlap"):
@@ -271,7 +297,7 @@ def test_storages_within_each_other_are_one():
         (lambda: PagedKV.from_vllm({"a.1": torch.zeros(2, 1, 4, 6), "b.1": torch.zeros(2, 1, 4, 6)}), "one number"),
         (lambda: PagedKV.from_vllm({"a.1": torch.zeros(2, 1, 4, 6)}, groups=[[]]), "do not name every layer"),
         (lambda: PagedKV.from_vllm({"a.1": torch.zeros(2, 8, 4).transpose(1, 2)}), "not contiguous"),
-        (lambda: PagedKV.from_sglang(torch.zeros(2, 1, 8, 1, 4), layout="page_unified"), "is none of"),
+        (lambda: PagedKV.from_sglang(torch.zeros(2, 1, 8, 1, 4), layout="paged"), "is none of"),
         (lambda: PagedKV.from_sglang(torch.zeros(2, 1, 8, 1, 4)), "page_size None"),
         (lambda: PagedKV.from_sglang(torch.zeros(2, 1, 8, 1, 4), page_size=3), "does not divide the pool's 8"),
         (lambda: PagedKV.from_sglang(torch.zeros(1, 8, 1, 4), page_size=4), "5 dimensions, not 4"),

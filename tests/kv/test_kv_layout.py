@@ -38,9 +38,12 @@ def test_offsets_name_the_bytes_of_each_page(make):
         for page in range(PAGES):
             layers[layer][page] = 100 * layer + page
     for layer in range(LAYERS):
-        storage = kv.storages[layout.storage_index[layer]]
-        for page, offset in enumerate(layout.offsets(layer, torch.arange(PAGES)).tolist()):
-            found = storage[offset : offset + layout.page_nbytes].view(torch.float32)
+        (plane,) = layout.only.layers[layer][1]
+        for page in range(PAGES):
+            storage, offset, nbytes = (int(array[0]) for array in layout.segments([page], [layer]))
+            assert (storage, offset) == (plane.storage, plane.offset + page * plane.page_stride)
+            assert nbytes == layout.page_nbytes == plane.nbytes
+            found = kv.storages[storage][offset : offset + nbytes].view(torch.float32)
             assert found.eq(100 * layer + page).all()
 
 
@@ -207,6 +210,17 @@ def test_fingerprints_of_groups(change, named):
     assert ours.differences(replace(ours, groups=ours.groups[:1])) == ["groups 2 here, 1 there"]
 
 
+def test_layers_that_share_their_pages_name_each_byte_once():
+    """As layers do that reuse an earlier one's keys and values."""
+    one, two = torch.zeros(PAGES, 2, SIZE, HEADS, DIM), torch.zeros(PAGES, 2, SIZE, HEADS, DIM)
+    layout = PagedKV([one, two, one]).layout
+    assert len(layout.storage_nbytes) == 2
+    assert layout.segments([1, 2, 5]).nbytes.tolist() == 2 * [2 * layout.page_nbytes, layout.page_nbytes]
+    assert layout.segments([3], layers=[0, 2]).nbytes.tolist() == [layout.page_nbytes]
+    shifted = PagedKV([one[:6], one[1:7]]).layout  # page 0 of the second is page 1 of the first
+    assert shifted.segments([0, 1]).nbytes.tolist() == [3 * layout.page_nbytes]
+
+
 def test_a_layout_with_no_pages_is_a_layout():
     layout = PagedKV([torch.zeros(0, 2, SIZE, HEADS, DIM)] * 2).layout
     assert PagedKVLayout.from_dict(layout.to_dict()) == layout
@@ -280,5 +294,3 @@ def test_pages_of_other_shapes_are_not_gathered_as_one_tensor():
             kv.gather([0])
         with pytest.raises(Unsupported, match=r"use pools\(\)"):
             kv.scatter([0], [torch.zeros(1)])
-    with pytest.raises(Unsupported, match=r"not one run of bytes: use segments\(\)"):
-        halves.layout.offsets(0, torch.tensor([0]))

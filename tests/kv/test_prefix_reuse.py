@@ -268,7 +268,7 @@ def test_a_node_that_is_killed_ends_the_load_with_what_did_not_come(pool_env):
 
             Gate(patch, "read_page_layers", kill)
             with pytest.raises((tm.PeerLost, tm.PoolUnavailable, tm.KeyNotFound, tm.DeadlineExceeded)) as raised:
-                load.load(HASHES, THEIRS, timeout=3).wait(timeout=30)
+                load.load(HASHES, THEIRS, timeout=5).wait(timeout=30)
         assert raised.value.failed_pages == tuple(THEIRS)
     with tm.Pool() as anew:  # computed again, and stored in a pool that knows nothing of them
         assert anew.kv("m", source).store(HASHES, OURS).result() == 5
@@ -379,6 +379,19 @@ def test_a_store_reads_its_pages_until_it_has_ended(sides, monkeypatch):
     assert same(source, pages, target, THEIRS)
     assert store.store(HASHES, pages).result() == 0  # nothing new
     assert store.store([], []).result() == 0
+
+
+def test_what_the_callers_part_raises_is_told(sides, monkeypatch):
+    store, _, _, _ = sides
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def fail(ended):
+        raise ZeroDivisionError(str(ended.pages))
+
+    assert store.store(HASHES[:1], [3], then=fail).result() == 1
+    assert eventually(lambda: told)
+    assert (told[0].exc_type, str(told[0].exc_value)) == (ZeroDivisionError, "(3,)")
 
 
 def test_a_store_fails_by_type(pool_env, monkeypatch):

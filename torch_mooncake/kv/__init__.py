@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch_mooncake.kv.layout import PagedKVLayout as PagedKVLayout
     from torch_mooncake.kv.layout import Segments as Segments
     from torch_mooncake.kv.pages import PageAllocator as PageAllocator
+    from torch_mooncake.kv.plan import Plan as Plan
     from torch_mooncake.kv.pool_kv import PoolKV as PoolKV
     from torch_mooncake.kv.pool_kv import PoolKVStats as PoolKVStats
     from torch_mooncake.kv.prefix_reuse import PrefixLoad as PrefixLoad
@@ -48,6 +49,7 @@ _EXPORTS = {
     "groups": ("Group", "Plane"),
     "layout": ("PagedKVLayout", "Segments"),
     "pages": ("PageAllocator",),
+    "plan": ("Plan",),
     "pool_kv": ("PoolKV", "PoolKVStats"),
     "prefix_reuse": ("PrefixLoad", "PrefixStore"),
     "receive": ("DecodeSession", "KVReceiver"),

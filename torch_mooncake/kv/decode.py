@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from torch_mooncake.errors import (
     DeadlineExceeded,
     Error,
     InvalidArgument,
+    KeyNotFound,
     LayoutMismatch,
     PeerLost,
 )
@@ -25,6 +27,7 @@ from torch_mooncake.kv import plan as planning
 from torch_mooncake.kv import wire
 from torch_mooncake.kv.arrivals import Arrivals
 from torch_mooncake.kv.inbox import TICK_S
+from torch_mooncake.kv.leases import Lease
 from torch_mooncake.kv.prefill import check_layouts, few
 from torch_mooncake.kv.source import Source
 from torch_mooncake.kv.target import left
@@ -39,9 +42,9 @@ _DOUBT_S = 0.25  # how long the end of a failed session waits for its peers befo
 class DecodeSession:
     """Made by `KVReceiver.open` and `KVReceiver.pull`. All methods may be called from any thread.
 
-    It ends once: done, failed, timed out or cancelled. Its own registration of the cache is then withdrawn, so nothing
-    of it can land any more. When it failed the pages go back to the allocator; while a peer may still hold its map of
-    them (a stopped process) they are in quarantine, and come back by themselves when it lets go or dies. When it is
+    It ends once: done, failed, timed out or cancelled. When it failed, its own registration of the cache is withdrawn,
+    so that nothing of it can land any more, and the pages go back to the allocator; while a peer may still hold its map
+    of them (a stopped process) they are in quarantine, and come back by themselves when it lets go or dies. When it is
     done the pages belong to the caller, who frees them.
     """
 
@@ -72,8 +75,10 @@ class DecodeSession:
         self._source_tp = 0
         self._peers: list[Peer] = []
         self._metas: dict[int, dict[str, Any]] = {}
-        self._regions: list[Region] = []
+        self._lease: Lease | None = None  # push
+        self._regions: list[Region] = []  # of the lease, to be withdrawn
         self._fetching = 0
+        self._withdrawn: tuple[float, KeyNotFound] | None = None  # when a read found its pages withdrawn
         self._error: Error | None = None
         self._ended = False  # its outcome is decided
         self._ended_at = 0.0
@@ -96,7 +101,7 @@ class DecodeSession:
     def ticket(self) -> bytes:
         """Push: what the prefill side needs; carry it over any channel. No secret."""
         receiver = self._receiver
-        if self._sources and not self._regions:
+        if self._lease is None:
             raise InvalidArgument("this session is pulled: the prefill side makes the tickets")
         return wire.encode(
             wire.Ticket(
@@ -107,7 +112,9 @@ class DecodeSession:
                 attempt=b"",
                 layout=receiver.layout_key,
                 place=receiver.place,
-                regions=[region.descriptor() for region in self._regions],
+                regions=self._lease.descriptors,
+                table=receiver.leases.region.descriptor(),
+                slot=self._lease.slot,
                 pages=[np.asarray(pages, np.int64).tobytes() for pages in self.group_pages],
                 prompt_pages=self._prompts,
                 wire=self.wire,
@@ -184,8 +191,7 @@ class DecodeSession:
         receiver = self._receiver
         self._peers = peers
         try:
-            # A registration of its own: withdrawing it fences this session and no other.
-            self._regions = receiver.kv.register(receiver.engine, writable=True, label="decode KV pages")
+            self._lease = receiver.leases.take(self.id)
         except BaseException:
             self._drop()
             raise
@@ -275,12 +281,7 @@ class DecodeSession:
             if known != note.attempt:
                 self._receiver.inbox.strays += 1
                 if note.kind == "hello":
-                    twice = InvalidArgument(f"prefill rank {note.rank} opened the ticket twice: which pages are right?")
-                    told = wire.failed(
-                        self.id, wire.PREFILL, twice, attempt=note.attempt, rank=self._receiver.place.rank
-                    )
-                    self._receiver.inbox.post(wire.contact_of(note.body), told)
-                    raise twice
+                    raise InvalidArgument(f"prefill rank {note.rank} opened the ticket twice: which pages are right?")
             elif note.kind == "failed":
                 self._end(wire.rebuild_error(note, "prefill"), but=note.rank)
             elif note.kind == "hello":
@@ -291,8 +292,17 @@ class DecodeSession:
                 self._heed(note)
         except Error as error:
             self._end(error)
+            if note.kind == "hello" and (note.rank not in self._sources or known != note.attempt):
+                self._turn_away(note, error)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self._end(InvalidArgument(f"not a note: {note.kind}, {type(error).__name__}: {error}"))
+
+    def _turn_away(self, note: wire.Note, error: Error) -> None:
+        """Tells who said hello that it does not come to anything."""
+        with contextlib.suppress(InvalidArgument):  # nobody who could be told
+            receiver = self._receiver
+            told = wire.failed(self.id, wire.PREFILL, error, attempt=note.attempt, rank=receiver.place.rank)
+            receiver.inbox.post(wire.contact_of(note.body), told)
 
     def _heed(self, note: wire.Note) -> None:
         self._sources[note.rank].heard = time.monotonic()
@@ -328,6 +338,8 @@ class DecodeSession:
                 self._source_tp = place.size
                 self._arrived.expect(sources)
             self._changed.notify_all()
+        if self._lease is not None:
+            receiver.leases.accept(self._lease, note.attempt)
         receiver.inbox.greet(contact)  # so that its death is seen
         for early in self._early.pop(note.rank, []):
             self._heed(early)
@@ -369,6 +381,9 @@ class DecodeSession:
 
     def _fetched(self, note: wire.Note, error: Error | None) -> None:
         self._fetch_ended()
+        if isinstance(error, KeyNotFound):  # withdrawn by a side that is ending: its note says why in a moment
+            self._withdrawn = self._withdrawn or (time.monotonic(), error)
+            return
         if error is not None:
             self._end(error)
             return
@@ -397,6 +412,9 @@ class DecodeSession:
             total = len(self._arrived.group_of)
             self._end(DeadlineExceeded(f"{len(self.layers)} of {total} layers arrived before the deadline"))
             return
+        if self._withdrawn is not None and time.monotonic() - self._withdrawn[0] >= wire.REASON_S:
+            self._end(Cancelled(f"the prefill side has withdrawn its pages: {self._withdrawn[1]}"))
+            return
         gone = [f"{peer.name} is gone" for peer in self._peers if not peer.alive]
         gone += [why for source in list(self._sources.values()) if (why := source.lost())]
         if gone:
@@ -418,8 +436,14 @@ class DecodeSession:
             sources = dict(self._sources)
             self._changed.notify_all()
         receiver = self._receiver
+        if self._lease is not None:
+            receiver.leases.end(self._lease)
+            if error is None:
+                receiver.leases.lend_again(self._lease)
+            else:
+                self._regions = self._lease.regions
         for session in {self.id, *(source.session_id for source in sources.values())}:
-            receiver.inbox.dismiss(session, b"", error)
+            receiver.inbox.dismiss(session, b"", error or KeyNotFound("the session is over"))
         for rank, source in sources.items():
             if error is not None and rank != but:
                 source.say_failed(error)

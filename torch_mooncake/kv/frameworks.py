@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_mooncake.errors import InvalidArgument
+from torch_mooncake.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
     from torch_mooncake.kv.cache import GroupTensors, PlaneTensor
@@ -137,6 +137,8 @@ def sglang_groups(
 
     `page_size` is needed where tokens are addressed. `first_layer`: the model's number of the first one here.
     """
+    if layout == "page_unified":
+        raise Unsupported("SGLang's layout 'page_unified'")
     if layout not in SGLANG_LAYOUTS or (mla and layout == "page_head"):
         raise InvalidArgument(f"layout {layout!r} is none of {', '.join(SGLANG_LAYOUTS)}" + (" for MLA" if mla else ""))
     if isinstance(buffers, torch.Tensor):

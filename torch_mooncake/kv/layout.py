@@ -16,7 +16,7 @@ import torch
 
 from torch_mooncake.errors import InvalidArgument, OutOfBounds, Unsupported
 from torch_mooncake.kv.groups import Group, Plane, parts_of, split_outermost
-from torch_mooncake.kv.runs import Boundary, Int32s, Int64s, Pair, Program, checked_ids, split_at
+from torch_mooncake.kv.runs import Boundary, Int32s, Int64s, Pair, Program, checked_ids, covered, split_at
 
 
 class Segments(NamedTuple):
@@ -101,14 +101,15 @@ class PagedKVLayout:
     def segments(
         self, page_ids: Sequence[int] | np.ndarray | torch.Tensor, layers: Sequence[int] | None = None, group: int = 0
     ) -> Segments:
-        """Bytes of the pages `page_ids` (n ids, repeated ones count once) of `layers` (the model's numbers; None: all
-        of the group). OutOfBounds names the position and value of an id that is no page, -1 included."""
+        """Bytes of the pages `page_ids` (n ids) of `layers` (the model's numbers; None: all of the group), each byte
+        once, however often its page is named and however many layers share it. OutOfBounds names the position and
+        value of an id that is no page, -1 included."""
         chosen = self.group(group)
         ids = np.unique(checked_ids(page_ids, chosen.num_pages))
         program = Program(
             [[Pair(p, p) for plane in planes for p in parts_of(plane)] for planes in chosen.chosen(layers)]
         )
-        runs = split_at(program.runs(ids, ids), self.boundaries, ())
+        runs = split_at(covered(program.runs(ids, ids)), self.boundaries, ())
         return Segments(runs.our_storage, runs.our_offset, runs.nbytes)
 
     def group(self, index: int) -> Group:
@@ -225,23 +226,6 @@ class PagedKVLayout:
     def page_ids(self, pages: Sequence[int] | torch.Tensor, group: int = 0) -> torch.Tensor:
         """`pages` as int64 [n], checked: OutOfBounds names the first id that is not a page of this cache."""
         return torch.from_numpy(checked_ids(pages, self.group(group).num_pages))
-
-    @property
-    def storage_index(self) -> tuple[int, ...]:
-        """Storage of each layer, where a page of a layer is one run of bytes; Unsupported otherwise."""
-        return tuple(plane.storage for plane in self._run_planes())
-
-    def offsets(self, layer: int, page_ids: torch.Tensor) -> torch.Tensor:
-        """Byte offsets of `page_ids` (int64 [n]) of a layer from the start of its storage, int64 [n], where a page of
-        a layer is one run of bytes; Unsupported otherwise."""
-        plane = self._run_planes()[layer]
-        return page_ids * plane.page_stride + plane.offset
-
-    def _run_planes(self) -> list[Plane]:
-        planes = [planes[0] for _, planes in self.only.layers if len(planes) == 1 and planes[0].dense]
-        if len(planes) != len(self.only.layers):
-            raise Unsupported("a page of a layer is not one run of bytes: use segments()")
-        return planes
 
 
 def _content_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

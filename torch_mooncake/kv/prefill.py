@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch_mooncake.transfer import Region
 
 _DOUBT_S = 1.0  # how long the end of a failed session waits for those who may be reading
-_REASON_S = 0.5  # how long a push that failed waits for the other side's word why
+_INLINE_NBYTES = 256 << 10  # up to that a push is posted by its caller
 
 
 class Event(Protocol):
@@ -149,14 +149,16 @@ class PrefillSession:
         self._check_open()
         if layer not in self._sender.group_of:
             raise InvalidArgument(f"layer {layer} is not in {few(sorted(self._sender.group_of))}")
-        group, num_pages = self._sender.group_of[layer]
+        group, num_pages, page_nbytes = self._sender.group_of[layer]
         chunk = Chunk(layer, checked_ids(pages, num_pages), start)
         with self._changed:
             targets = list(self.targets)
             for target in targets:
                 target.check(chunk, group)
-            packed = any(target.plan.wire.startswith("packed") for target in targets)
-            inline = not self._jobs and not packed and (event is None or event.query())
+            # Longer ones are posted by the sender's thread, so that the caller can go on computing.
+            inline = not self._jobs and len(chunk.ids) * page_nbytes <= _INLINE_NBYTES
+            inline = inline and not any(target.plan.wire.startswith("packed") for target in targets)
+            inline = inline and (event is None or event.query())
             if not inline:
                 self._jobs += 1
             if self.pulled:
@@ -226,8 +228,12 @@ class PrefillSession:
             self._sender.sessions.add(self)
             for target in self.targets:
                 inbox.enlist(target.session_id, self.attempt, self)
+            for target in self.targets:
                 if target.plan.wire != "none":
                     target.say_hello()
+            for target in self.targets:
+                if target.plan.wire != "none":
+                    target.await_welcome()
                 if target.plan.wire == "direct" and target.num_regions > 1:
                     self._sender.run(lambda target=target: self._guarded(target.open_all))  # type: ignore[misc]
         except BaseException as error:
@@ -254,7 +260,7 @@ class PrefillSession:
         target = Target(self, ticket.session, ticket.contact, theirs, ticket.layout, ticket.place, feeds)
         target.reserve(pages, ticket.prompt_pages)
         peer = sender.inbox.peer(ticket.contact, left(self.deadline))
-        transport = target.reach(peer, ticket.regions)
+        transport = target.reach(peer, ticket)
         target.plan = planning.choose(
             planning.agree(self._asked, ticket.wire), ours, sender.place, theirs, ticket.place, feeds, transport,
             sender.cannot_pack(),
@@ -287,6 +293,8 @@ class PrefillSession:
                 layout=sender.layout_key,
                 place=sender.place,
                 regions=[region.descriptor() for region in self._regions],
+                table=b"",
+                slot=0,
                 pages=[],
                 prompt_pages=[],
                 wire=self._asked,
@@ -451,10 +459,13 @@ class PrefillSession:
     def _reason(self, error: BaseException) -> BaseException:
         """A push into pages that were withdrawn fails as KeyNotFound; the decode side says why in a moment."""
         if isinstance(error, KeyNotFound):
-            with self._changed:
-                self._changed.wait_for(lambda: self._error is not None, _REASON_S)
-                return self._error or Cancelled(f"the decode side has withdrawn its pages: {error}")
+            return self._heard_why() or Cancelled(f"the decode side has withdrawn its pages: {error}")
         return error
+
+    def _heard_why(self) -> Error | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None, wire.REASON_S)
+            return self._error
 
     def _raised(self) -> Error:
         assert self._error is not None

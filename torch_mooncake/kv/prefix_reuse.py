@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -144,17 +145,15 @@ class PrefixLoad(_Ending):
         except BaseException as raised:  # the waiting threads have to hear of it
             error = InternalError(f"load: {type(raised).__name__}: {raised}")
             self._whole = 0
-            raise
-        finally:
-            if error is not None:
-                error.failed_pages = self.pages[self._whole :]
-            stats = self._owner.stats
-            stats.load_s += time.perf_counter() - started
-            stats.pages_loaded += self._whole
-            stats.bytes_loaded += self._whole * self._owner.page_nbytes
-            self._loaded = self._whole
-            self._end(error)
-            self._unpin()
+        if error is not None:
+            error.failed_pages = self.pages[self._whole :]
+        stats = self._owner.stats
+        stats.load_s += time.perf_counter() - started
+        stats.pages_loaded += self._whole
+        stats.bytes_loaded += self._whole * self._owner.page_nbytes
+        self._loaded = self._whole
+        self._end(error)
+        self._unpin()
 
     def _read_layers(self) -> Error | None:
         """Reads all layers of as many pages as come; the first failure."""
@@ -242,8 +241,9 @@ class PrefixStore(_Ending):
             error = raised
         except BaseException as raised:  # the waiting threads have to hear of it
             error = InternalError(f"store: {type(raised).__name__}: {raised}")
-            raise
-        finally:
-            self._end(error)
-            if self._then is not None:
+        self._end(error)
+        if self._then is not None:
+            try:
                 self._then(self)
+            except BaseException:  # the caller's: told as what ends a thread is
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

@@ -12,10 +12,11 @@ from torch_mooncake.kv import wire
 from torch_mooncake.kv.arrivals import UNKNOWN
 from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.decode import DecodeSession
-from torch_mooncake.kv.exchange import Exchange
 from torch_mooncake.kv.fetch import Fetcher
 from torch_mooncake.kv.inbox import Inbox
+from torch_mooncake.kv.layer_runs import LayerRuns
 from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.leases import Leases
 from torch_mooncake.kv.packing import Packer
 from torch_mooncake.kv.pages import PageAllocator
 from torch_mooncake.kv.plan import Feed
@@ -60,6 +61,7 @@ class KVReceiver:
         self.place = wire.Place(tp_rank, tp_size)
         self.layout_key = wire.pack_layout(kv.layout.to_dict())
         self.inbox = Inbox.of(engine)
+        self.leases = Leases(engine, lambda: kv.register(engine, writable=True, label="decode KV pages"))
         self.settler = Settler("tm-kv-settle")
         self.fetcher = Fetcher()
         self.packer = Packer(kv)
@@ -67,7 +69,7 @@ class KVReceiver:
         self._scratch: Staging | None = None
         self._regions: list[Region] = []
         self._layouts: dict[bytes, PagedKVLayout] = {}
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._runs: dict[tuple[Any, ...], LayerRuns] = {}
         self._sessions: set[DecodeSession] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -146,6 +148,7 @@ class KVReceiver:
             session._end(Closed("the receiver was closed"))
         self.fetcher.close()
         self.settler.close()
+        self.leases.close()
         self.inbox.release()
         for region in [*self._regions, *([] if self._scratch is None else [self._scratch.region])]:
             try:
@@ -156,8 +159,9 @@ class KVReceiver:
 
     @property
     def own_regions(self) -> int:
-        """Regions that stay registered between sessions: the cache for pulls, memory for packed pages."""
-        return len(self._regions) + (self._scratch is not None)
+        """Regions that stay registered between sessions: those that wait for one, the cache for pulls, memory for
+        packed pages."""
+        return len(self._regions) + (self._scratch is not None) + self.leases.idle * len(self.kv.storages)
 
     # ---- for the sessions
 
@@ -196,12 +200,11 @@ class KVReceiver:
                 self._layouts[data] = layout
         return layout
 
-    def exchange_with(self, key: bytes, theirs: PagedKVLayout, layer: int, group: int, feed: Feed) -> Exchange:
-        where = (key, layer, group, feed.source_heads, feed.sink_heads)
-        found = self._exchanges.get(where)
+    def runs_with(self, key: bytes, theirs: PagedKVLayout, group: int, feed: Feed) -> LayerRuns:
+        where = (key, group, feed.source_heads, feed.sink_heads)
+        found = self._runs.get(where)
         if found is None:
-            found = Exchange(self.kv.layout, theirs, [layer], feed.sink_heads, feed.source_heads, group)
-            self._exchanges[where] = found
+            found = self._runs[where] = LayerRuns(self.kv.layout, theirs, group, feed.sink_heads, feed.source_heads)
         return found
 
     @property

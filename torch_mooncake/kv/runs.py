@@ -102,6 +102,24 @@ def checked_ids(pages: object, num_pages: int) -> Int64s:
     return ids.astype(np.int64, copy=False)
 
 
+def covered(runs: Runs) -> Runs:
+    """The bytes of our side, each once, also where layers share theirs: by address, what touches as one."""
+    if not len(runs):
+        return runs
+    runs = runs.take(np.lexsort((runs.our_offset, runs.our_storage)))
+    ends = runs.our_offset + runs.nbytes
+    first = np.flatnonzero(np.diff(runs.our_storage, prepend=-1))  # where each storage's begin
+    for start, stop in zip(first, [*first[1:], len(runs)], strict=True):
+        np.maximum.accumulate(ends[start:stop], out=ends[start:stop])
+    apart = np.ones(len(runs), dtype=bool)
+    apart[1:] = (runs.our_offset[1:] > ends[:-1]) | (np.diff(runs.our_storage) != 0)
+    starts = np.flatnonzero(apart)
+    last = np.append(starts[1:], len(runs)) - 1
+    kept = runs.take(starts)
+    nbytes = ends[last] - kept.our_offset
+    return Runs(kept.our_storage, kept.our_offset, kept.our_storage, kept.our_offset, nbytes)
+
+
 def split_at(runs: Runs, ours: Sequence[Boundary], theirs: Sequence[Boundary]) -> Runs:
     """Cuts runs where they would cross a boundary of their storage on either side."""
     if len(runs) and any(every for every, _ in ours):

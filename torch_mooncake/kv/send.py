@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torch_mooncake.errors import Closed, InvalidArgument
 from torch_mooncake.kv import wire
 from torch_mooncake.kv.cache import PagedKV
-from torch_mooncake.kv.exchange import Exchange
 from torch_mooncake.kv.inbox import Inbox
+from torch_mooncake.kv.layer_runs import LayerRuns
 from torch_mooncake.kv.layout import PagedKVLayout
 from torch_mooncake.kv.packing import Packer
 from torch_mooncake.kv.plan import Feed
@@ -47,16 +49,19 @@ class KVSender:
         self.inbox = Inbox.of(engine)
         self.layout_key = wire.pack_layout(kv.layout.to_dict())
         self.group_of = {
-            layer: (index, group.num_pages) for index, group in enumerate(kv.layout.groups) for layer in group.layer_ids
+            layer: (index, group.num_pages, group.page_nbytes(place))
+            for index, group in enumerate(kv.layout.groups)
+            for place, layer in enumerate(group.layer_ids)
         }
         self.settler = Settler("tm-kv-settle")
         self.sessions: set[PrefillSession] = set()  # those that have not ended
         self.packer = Packer(kv)
         self.staging_nbytes = staging_nbytes
+        self.slots = Staging(engine, 64 << 10, torch.device("cpu"), label="KV sessions' slots")  # read from tables
         self.hungry: set[Target] = set()  # those that wait for staging memory
         self._staging: Staging | None = None
         self._layouts: dict[bytes, PagedKVLayout] = {}
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._runs: dict[tuple[Any, ...], LayerRuns] = {}
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -102,8 +107,8 @@ class KVSender:
                 self._worker.join()
             self.settler.close()
             self.inbox.release()
-        regions = self.regions if self._staging is None else [*self.regions, self._staging.region]
-        for region in regions:
+        own = [staging.region for staging in (self._staging, self.slots) if staging is not None] if first else []
+        for region in [*own, *self.regions]:
             self.engine.deregister(region, timeout=timeout)
         self.regions, self._staging = [], None
 
@@ -119,12 +124,11 @@ class KVSender:
                 self._layouts[data] = layout
         return layout
 
-    def exchange_with(self, key: bytes, theirs: PagedKVLayout, layer: int, group: int, feed: Feed) -> Exchange:
-        where = (key, layer, group, feed.source_heads, feed.sink_heads)
-        found = self._exchanges.get(where)
+    def runs_with(self, key: bytes, theirs: PagedKVLayout, group: int, feed: Feed) -> LayerRuns:
+        where = (key, group, feed.source_heads, feed.sink_heads)
+        found = self._runs.get(where)
         if found is None:
-            found = Exchange(self.kv.layout, theirs, [layer], feed.source_heads, feed.sink_heads, group)
-            self._exchanges[where] = found
+            found = self._runs[where] = LayerRuns(self.kv.layout, theirs, group, feed.source_heads, feed.sink_heads)
         return found
 
     def cannot_pack(self) -> str:

@@ -143,24 +143,20 @@ class Source:
         session, receiver = self._session, self._receiver
         theirs = np.frombuffer(note.body["pages"], np.int64)
         ours = np.asarray(session.group_pages[group][note.start : note.start + note.count])
-        exchange = receiver.exchange_with(self._layout_key, self._layout, note.layer, group, feed)
-        runs = exchange.runs(ours, theirs)
+        moves = receiver.runs_with(self._layout_key, self._layout, group, feed).moves(note.layer, ours, theirs)
 
         def begin() -> list[Op]:
-            ops: list[Op] = []
-            pair = runs.our_storage.astype(np.int64) << 32 | runs.their_storage
-            for one in np.unique(pair).tolist():
-                chosen = pair == one
-                op = receiver.engine.read(
-                    receiver.regions[one >> 32],
-                    self.remotes[one & 0xFFFFFFFF],
-                    local_offsets=runs.our_offset[chosen],
-                    remote_offsets=runs.their_offset[chosen],
-                    nbytes=runs.nbytes[chosen],
+            return [
+                receiver.engine.read(
+                    receiver.regions[move.our_storage],
+                    self.remotes[move.their_storage],
+                    local_offsets=move.our_offset,
+                    remote_offsets=move.their_offset,
+                    nbytes=move.nbytes,
                     timeout=left(session.deadline),
                 )
-                ops.append(op)
-            return ops
+                for move in moves
+            ]
 
         return Fetch(begin, lambda error: session._fetched(note, error), session._pending)
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_mooncake.errors import DeadlineExceeded, Error, InvalidArgument
+from torch_mooncake.errors import DeadlineExceeded, Error, InvalidArgument, KeyNotFound
 from torch_mooncake.kv import wire
 from torch_mooncake.kv.arrivals import Arrivals
 from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.leases import SLOT_NBYTES, accepted
 from torch_mooncake.kv.plan import Feed, Plan
 
 if TYPE_CHECKING:
@@ -90,10 +91,37 @@ class Target:
         self._pushed.expect([{0}] * len(fed))
         self._extent = [0] * len(pages)  # of each group: positions up to which pages were pushed
 
-    def reach(self, peer: Peer, descriptors: list[bytes]) -> str:
+    def reach(self, peer: Peer, ticket: wire.Ticket) -> str:
         """Push: where the pages lie, and over what they are reached. KeyNotFound for a stale ticket."""
-        self.peer, self._descriptors = peer, descriptors
+        self.peer, self._descriptors, self._slot = peer, ticket.regions, ticket.slot
+        self._table = self._sender.inbox.keep(peer, ticket.table, left(self._session.deadline))
+        if self._read_slot() is None:
+            raise KeyNotFound("the decode session is over")
         return self.remote(0).transport
+
+    def await_welcome(self) -> None:
+        """Until the decode side has heard our hello, and its lease of memory is ours to write to. Raises KeyNotFound
+        when the session is over, or what it has failed with."""
+        pause = 0.0001
+        while not (welcome := self._read_slot()):
+            if welcome is None:
+                raise self._session._heard_why() or KeyNotFound("the decode session is over")
+            left(self._session.deadline)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+
+    def _read_slot(self) -> bool | None:
+        sender, at = self._sender, self._slot * SLOT_NBYTES
+        while (place := sender.slots.try_take(SLOT_NBYTES)) is None:  # a hundred others are being opened
+            left(self._session.deadline)
+            time.sleep(0.001)
+        try:
+            here, there = sender.slots.region[place : place + SLOT_NBYTES], self._table[at : at + SLOT_NBYTES]
+            sender.engine.read(here, there, timeout=left(self._session.deadline)).wait()
+            slot = bytes(sender.slots.memory[place : place + SLOT_NBYTES].tolist())
+        finally:
+            sender.slots.give_back(place)
+        return accepted(slot, self.session_id, self._session.attempt)
 
     @property
     def num_regions(self) -> int:
@@ -109,8 +137,8 @@ class Target:
             remote = self._remotes.get(storage)
             if remote is None:
                 assert self.peer is not None
-                remote = self.peer.open(self._descriptors[storage], timeout=left(self._session.deadline))
-                self._remotes[storage] = remote
+                limit = left(self._session.deadline)
+                remote = self._remotes[storage] = self._sender.inbox.keep(self.peer, self._descriptors[storage], limit)
             return remote
 
     def open_all(self) -> None:
@@ -153,28 +181,23 @@ class Target:
             note = self._note("layer", chunk, number)
             self.sent.append(Sent(self._send(note), chunk))
             return
-        exchange = sender.exchange_with(self._layout_key, self.layout, chunk.layer, group, feed)
         theirs = self.pages[group][chunk.start : chunk.start + len(chunk.ids)]
-        runs = exchange.runs(chunk.ids, theirs)
-        pair = runs.our_storage.astype(np.int64) << 32 | runs.their_storage
-        pairs = [int(pair[0])] if (pair == pair[0]).all() else [int(p) for p in np.unique(pair)]
-        note = self._note("layer", chunk, number, parts=len(pairs))
-        for one in pairs:
-            ours, there, here, sizes = one >> 32, runs.their_offset, runs.our_offset, runs.nbytes
-            if len(pairs) > 1:
-                chosen = pair == one
-                here, there, sizes = here[chosen], there[chosen], sizes[chosen]
+        runs = sender.runs_with(self._layout_key, self.layout, group, feed)
+        moves = runs.moves(chunk.layer, chunk.ids, theirs)
+        note = self._note("layer", chunk, number, parts=len(moves))
+        timeout = left(session.deadline)
+        for move in moves:
             op = sender.engine.write(
-                sender.regions[ours],
-                self.remote(one & 0xFFFFFFFF),
-                local_offsets=here,
-                remote_offsets=there,
-                nbytes=sizes,
-                timeout=left(session.deadline),
+                sender.regions[move.our_storage],
+                self.remote(move.their_storage),
+                local_offsets=move.our_offset,
+                remote_offsets=move.their_offset,
+                nbytes=move.nbytes,
+                timeout=timeout,
                 notify=note,
             )
             self.sent.append(Sent(op, chunk))
-        self.nbytes += runs.total_nbytes
+            self.nbytes += op.nbytes
 
     def _offer(self, chunk: Chunk) -> None:
         """Pull: the other side may read these pages now."""
@@ -279,6 +302,8 @@ class Target:
         self.waiting.clear()
         self.sent.clear()
         self._remotes.clear()
+        if self.peer is not None and self._session.error is not None:
+            self._sender.inbox.drop(self.peer.id, self._descriptors)
 
     def free_staging(self) -> None:
         """Nobody can read it any more."""

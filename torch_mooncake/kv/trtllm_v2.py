@@ -80,6 +80,9 @@ def _planes(
             if opaque or role not in _ROLES:
                 planes.append(PlaneTensor(tensor, "PD", role))
                 continue
+            item = layout.dtype.itemsize
+            if any(step % item for step in (tensor.storage_offset(), tensor.stride(0), tensor.shape[1])):
+                raise InvalidArgument(f"layer {layer}: {role} is not at multiples of {item} bytes")
             typed = tensor.view(layout.dtype)
             shape = block_shape(typed.shape[1], 1 if latent else kv_heads, layout.tokens_per_block, order)
             planes.append(PlaneTensor(typed.unflatten(1, shape), f"P{order}", "kv" if latent else _ROLES[role]))

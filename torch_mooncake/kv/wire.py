@@ -28,6 +28,7 @@ from torch_mooncake import errors
 from torch_mooncake.errors import Cancelled, DeadlineExceeded, Error, InvalidArgument, PeerLost, VersionMismatch
 
 VERSION = 2
+REASON_S = 0.5  # how long who finds memory withdrawn waits for the other side's word why
 MAX_NOTE_NBYTES = 60 << 10  # the engine takes 64 KiB
 WIRES = ("auto", "direct", "packed", "packed_fp8")
 PREFILL, DECODE = "prefill", "decode"
@@ -60,7 +61,9 @@ class Ticket(msgspec.Struct, array_like=True):
     attempt: bytes  # of the prefill side (pull), or b""
     layout: bytes  # pack_layout()
     place: Place
-    regions: list[bytes]  # descriptors, in the order of the layout's storages
+    regions: list[bytes]  # descriptors, in the order of the layout's storages, of this session alone
+    table: bytes  # descriptor of the table of leases (push), or b""
+    slot: int  # in the table
     pages: list[bytes]  # int64 page ids of each group (push)
     prompt_pages: list[int]  # of each group: how many count for completeness; -1: prefill says so at the end
     wire: str

@@ -111,7 +111,7 @@ TM_HD Word load_once(const std::byte* from) {
 template <typename Word>
 TM_HD void store(std::byte* to, const Word& word) {
 #ifdef __CUDA_ARCH__
-  *reinterpret_cast<Word*>(to) = word;
+  __stwb(reinterpret_cast<Word*>(to), word);
 #else
   std::memcpy(to, &word, sizeof word);
 #endif

@@ -1,4 +1,6 @@
 // The plug-in's one symbol. No exception crosses the border.
+#include <exception>
+
 #include "kv/cuda/launch.h"
 
 namespace torch_mooncake::kv::cuda {
@@ -14,6 +16,9 @@ void guarded(const Call& call, const CudaRun& run, CudaVerdict* out) {
   } catch (const Failed& failed) {
     out->code = Code::internal;
     std::snprintf(out->message, sizeof out->message, "%s: %s", failed.what, cudaGetErrorString(failed.error));
+  } catch (const std::exception& error) {
+    out->code = Code::internal;
+    std::snprintf(out->message, sizeof out->message, "%s", error.what());
   }
 }
 

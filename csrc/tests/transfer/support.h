@@ -75,6 +75,9 @@ inline std::string name_of(Way way) {
   return "";
 }
 
+// In the virtual machine of tests/rdma/vm: libibverbs and four devices of Soft-RoCE, two rails, instead of the fake.
+inline bool real_verbs() { return getenv("TM_TEST_VERBS") != nullptr; }
+
 inline EngineOptions options_for(Way way, const std::string& name) {
   EngineOptions o;
   o.rpc.name = name;
@@ -87,9 +90,12 @@ inline EngineOptions options_for(Way way, const std::string& name) {
     case Way::process_vm:
       o.transports = {"shm"};
       break;
-    case Way::rdma:  // two devices, so that every op has two rails; or what libibverbs finds
+    case Way::rdma:  // two devices, so that every op has two rails
       o.transports = {"rdma"};
-      if (!getenv("TM_TEST_VERBS")) o.rdma_driver = std::make_shared<fake_verbs::FakeDriver>(2);
+      if (real_verbs())
+        o.nics = {name == "a" || name == "parent" ? "rxe_?0" : "rxe_?1"};
+      else
+        o.rdma_driver = std::make_shared<fake_verbs::FakeDriver>(2);
       break;
     case Way::file:
     case Way::file_by_shm:

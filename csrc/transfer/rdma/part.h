@@ -19,6 +19,7 @@ struct RdmaSlice {
   uint32_t nbytes;
   uint32_t regions;  // index in RdmaPart::regions
   uint32_t local_chunk, remote_chunk;
+  bool check;  // it reads the remote region's generation into the slot of RdmaPart::checks
 };
 
 class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart> {
@@ -48,6 +49,7 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   const OpImplPtr op_;
   std::vector<RdmaSlice> slices_;
   std::vector<Regions> regions_;
+  std::vector<std::pair<const RdmaMemory*, SlotPtr>> checks_;  // of a read, once its data is there
   uint64_t nbytes_ = 0;
   bool flush_here_ = false, flush_there_ = false;  // device memory is written, which its owner flushes at the end
   bool flushing_ = false;

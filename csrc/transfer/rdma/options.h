@@ -16,7 +16,7 @@ struct TM_API RdmaOptions {
   int gid_index = -1;                // gid; -1: chosen for each peer, by route
   uint32_t mtu = 4096;               // the most of a packet, bytes: 256, 512, 1024, 2048, 4096
   uint8_t timeout = 14;              // a packet is sent again after 4.096 us * 2^timeout, 1..31
-  uint8_t retries = 7;               // so many times, 0..7
+  uint8_t retries = 6;               // so many times, 0..7; Soft-RoCE takes 7 for "for ever"
   bool relaxed_ordering = false;     // relaxed: NICs may write memory out of order, where they can
   bool on_demand = false;            // odp: pages are not pinned, where NICs can take page faults
   bool lazy = false;                 // memory is registered with NICs when RDMA first uses it

@@ -298,6 +298,9 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
       if (type == IBV_EVENT_PORT_ACTIVE) return Event::port_up;
       if (type == IBV_EVENT_PORT_ERR) return Event::port_down;
       if (type == IBV_EVENT_DEVICE_FATAL) return Event::fatal;
+      // One that is taken away may say no more than that its addresses have gone.
+      ibv_port_attr port{};
+      if (type == IBV_EVENT_GID_CHANGE && verbs_.query_port(context_, port_, &port) != 0) return Event::fatal;
     }
     return std::nullopt;
   }

@@ -107,6 +107,11 @@ class Peer:
 
     def open(self, descriptor: bytes, deadline_ns: int) -> RemoteRegion: ...
 
+    def call(self, method: int, body: bytes, deadline_ns: int) -> bytes:
+        """
+        A control message by its number, for programs that speak the protocol themselves.
+        """
+
     def close(self) -> None: ...
 
 class Engine:

@@ -243,6 +243,18 @@ void bind_transfer(nb::module_& m) {
             return PyRemoteRegion(std::move(result).value());
           },
           nb::arg("descriptor"), nb::arg("deadline_ns"))
+      .def(
+          "call",
+          [](PyPeer& p, uint16_t method, nb::bytes body, int64_t deadline_ns) {
+            auto result =
+                interruptible([peer = p.get(), method, b = to_string(body), deadline = deadline_at(deadline_ns)] {
+                  return peer->session()->call_sync(method, b, deadline);
+                });
+            if (!result) raise(result.status(), p->identity().name);
+            return nb::bytes(result->body.data(), result->body.size());
+          },
+          "A control message by its number, for programs that speak the protocol themselves.", nb::arg("method"),
+          nb::arg("body"), nb::arg("deadline_ns"))
       .def("close", [](PyPeer& p) { without_gil([&] { p->close(); }); });
 
   nb::class_<PyEngine> engine(m, "Engine");

@@ -124,25 +124,29 @@ def test_few_queue_pairs_for_many_peers() -> None:
 
 def test_both_sides_connect_and_write_at_the_same_time() -> None:
     for seed in range(5):
-        with engine(0) as a, engine(1) as b:
-            memories = {e: (bytearray(machine.pattern(MiB, seed)), bytearray(MiB)) for e in (a, b)}
-            regions = {e: tuple(map(e.register, both)) for e, both in memories.items()}
-            barrier = threading.Barrier(2)
-            failures: list[BaseException] = []
+        write_both_ways(seed)
 
-            def one_way(source: tm.Engine, target: tm.Engine) -> None:
-                try:
-                    barrier.wait()
-                    remote = source.connect(target.addresses[0]).open(regions[target][1].descriptor())
-                    source.write(regions[source][0], remote).wait()
-                except BaseException as error:
-                    failures.append(error)
 
-            threads = [threading.Thread(target=one_way, args=pair) for pair in ((a, b), (b, a))]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not failures
-            for _, target in memories.values():
-                assert target == machine.pattern(MiB, seed)
+def write_both_ways(seed: int) -> None:
+    with engine(0) as a, engine(1) as b:
+        memories = {e: (bytearray(machine.pattern(MiB, seed)), bytearray(MiB)) for e in (a, b)}
+        regions = {e: tuple(map(e.register, both)) for e, both in memories.items()}
+        barrier = threading.Barrier(2)
+        failures: list[tm.Error] = []
+
+        def one_way(source: tm.Engine, target: tm.Engine) -> None:
+            try:
+                barrier.wait()
+                remote = source.connect(target.addresses[0]).open(regions[target][1].descriptor())
+                source.write(regions[source][0], remote).wait()
+            except tm.Error as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=one_way, args=pair) for pair in ((a, b), (b, a))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        for _, target in memories.values():
+            assert target == machine.pattern(MiB, seed)

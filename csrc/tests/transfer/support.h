@@ -123,8 +123,10 @@ inline EngineOptions options_for(Way way, const std::string& name) {
 }
 
 // RDMA and nothing else, over these NICs.
-inline EngineOptions options_over(std::shared_ptr<fake_verbs::FakeDriver> driver, const std::string& name) {
+inline EngineOptions options_over(std::shared_ptr<fake_verbs::FakeDriver> driver, const std::string& name,
+                                  const std::string& settings = "") {
   auto options = options_for(Way::tcp, name);
+  options.rdma = settings;
   options.transports = {"rdma"};
   options.rdma_driver = std::move(driver);
   return options;

@@ -124,12 +124,12 @@ def make_initramfs(target: Path) -> None:
             command = ["/sbin/modprobe", "-d", CACHE, "-S", version, "--show-depends", module]
             said = subprocess.run(command, capture_output=True, text=True).stdout
             for path in (Path(line.split()[1]) for line in said.splitlines() if line.startswith("insmod ")):
-                name = path.name.removesuffix(".xz")
-                if name in order:
+                plain = path.name.removesuffix(".xz")
+                if plain in order:
                     continue
                 data = path.read_bytes()
-                (root / "modules" / name).write_bytes(lzma.decompress(data) if path.suffix == ".xz" else data)
-                order.append(name)
+                (root / "modules" / plain).write_bytes(lzma.decompress(data) if path.suffix == ".xz" else data)
+                order.append(plain)
         (root / "modules/order").write_text("".join(f"{name}\n" for name in order))
         archive = root.with_suffix(".cpio")
         with open(archive, "wb") as out:
@@ -150,6 +150,7 @@ def run(command: str, out: Path, seconds: float) -> int:
     (out / "job").write_text("\n".join(lines))
     # The port writes into a pipe, not into the console: no line ends are changed, and it cannot block for ever.
     job, write = os.pipe()
+    errors = open(out / "qemu.err", "w")  # noqa: SIM115
     machine = subprocess.Popen(
         [
             "qemu-system-x86_64",
@@ -167,9 +168,10 @@ def run(command: str, out: Path, seconds: float) -> int:
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=open(out / "qemu.err", "w"),
+        stderr=errors,
         pass_fds=[write],
     )
+    errors.close()
     os.close(write)
     reader = subprocess.Popen(["cat"], stdin=job)
     os.close(job)
@@ -194,9 +196,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="/out of the machine, with its logs")
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("command")
+    parser.add_argument("--check", action="store_true", help="run nothing: is everything there that it takes?")
+    parser.add_argument("command", nargs="?", default="")
     args = parser.parse_args()
     try:
+        if args.check:
+            prepare()
+            return 0
         if args.keep:
             args.keep.mkdir(parents=True, exist_ok=True)
             return run(args.command, args.keep.resolve(), args.seconds)

@@ -78,7 +78,7 @@ def test_no_packet_arrives_anywhere_and_the_peer_is_lost_within_the_deadline() -
             with pytest.raises(tm.PeerLost, match="no RDMA rail"):
                 op.wait()
             assert time.monotonic() - start < 30
-            with pytest.raises(tm.DeadlineExceeded):  # a shorter one is kept too
+            with pytest.raises(tm.PeerLost, match="no RDMA rail"):  # the next need not find out again
                 pair.write(7, timeout=1).wait()
         pair.wait_for_rails("ab")
         pair.write(8).wait()

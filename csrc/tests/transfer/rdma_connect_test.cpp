@@ -172,6 +172,51 @@ TEST_CASE("no rail for a while: what waits fails, and the next op finds the rail
   REQUIRE_OK(rails.write(kMiB)->wait());
 }
 
+TEST_CASE("no rail for a while, and TCP is allowed: the op ends well over it, every byte and the notification") {
+  for (bool writes : {true, false}) {
+    CAPTURE(writes);
+    auto here = std::make_shared<FakeDriver>(2), there = std::make_shared<FakeDriver>(2);
+    auto with_tcp = [](auto driver, const char* name) {
+      auto options = options_over(driver, name);
+      options.transports = {"rdma", "tcp"};
+      return must(Engine::create(options));
+    };
+    auto a = with_tcp(here, "a"), b = with_tcp(there, "b");
+    constexpr size_t kBytes = 64 * kMiB;
+    Memory source(Way::rdma, kBytes), target(Way::rdma, kBytes);
+    fill(writes ? source.data : target.data, kBytes, 4);
+    auto local = source.register_in(*a);
+    auto peer = must(a->connect(b->addresses().front(), soon()));
+    auto remote = must(peer->open(target.register_in(*b)->descriptor(), soon()));
+    CHECK(remote->transport() == "rdma");
+    for (size_t i : {0, 1}) here->device(i).set_delay_us(500);
+    OpOptions options{.deadline = soon(), .notify = "there"};
+    std::vector<Slice> slices = {{local, 0, remote, 0, kBytes}};
+    auto op = must(writes ? a->write(slices, options) : a->read(slices, options));
+    usleep(20'000);
+    for (size_t i : {0, 1}) here->device(i).set_port(false);
+    REQUIRE_OK(op->wait());
+    CHECK(op->bytes_done() == kBytes);
+    CHECK(mismatch(writes ? target.data : source.data, kBytes, 4) == kBytes);
+    CHECK(must(b->next_notification(soon())).data == "there");
+    auto sent = writes ? a->stats().bytes_sent : a->stats().bytes_received;
+    CHECK(sent["rdma"] + sent["tcp"] + sent["unix"] == kBytes);
+    CHECK(sent["tcp"] + sent["unix"] > 0);
+    // The next does not wait, and when the rails are back they are used again.
+    REQUIRE_OK(must(a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
+    for (size_t i : {0, 1}) here->device(i).set_port(true);
+    auto by_rdma = [&] {
+      auto before = a->stats().bytes_sent["rdma"];
+      REQUIRE_OK(must(a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
+      return a->stats().bytes_sent["rdma"] == before + kMiB;
+    };
+    CHECK(eventually(by_rdma));
+    CHECK(b->stats().notifications == 1);
+    a->close();
+    b->close();
+  }
+}
+
 TEST_CASE("both sides connect at once, many times") {
   for (int round = 0; round < 20; ++round) {
     Rails rails(2, kMiB);

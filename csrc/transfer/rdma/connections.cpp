@@ -15,8 +15,7 @@ namespace {
 constexpr int kFirstRetryMs = 100, kLastRetryMs = 500;
 constexpr int64_t kAnswerMs = 5000;
 constexpr uint32_t kMostGids = 256;
-constexpr uint32_t kMostGidPairs = 8;       // that are tried in a row
-constexpr int64_t kHopeNs = 3'000'000'000;  // without any rail, ops that wait for one do not fail yet
+constexpr uint32_t kMostGidPairs = 8;  // that are tried in a row
 
 std::string no_gids_in_common(const std::string& nic, std::span<const Gid> ours, std::span<const Gid> theirs) {
   auto list = [](std::span<const Gid> gids) {
@@ -70,24 +69,6 @@ void RdmaEndpoint::connect(const RdmaLanePtr& lane, Later& later) {
   later.add([this, lane, peer = peer_.shared_from_this()] {
     peer->engine().repair().post([this, lane, peer] { make_queue_pair(lane); });
   });
-}
-
-Result<std::unique_ptr<QueuePair>> RdmaEndpoint::queue_pair_on(const std::shared_ptr<Nic>& nic, uint32_t requests,
-                                                               uint32_t receives) {
-  auto made = nic->device().make_queue_pair(requests, receives);
-  if (made || made.status().code() != Code::busy) return made;
-  RdmaEndpoint* idlest = nullptr;
-  std::vector<PeerImplPtr> peers = peer_.engine().peers();
-  int64_t since = INT64_MAX;
-  for (auto& peer : peers) {
-    auto* endpoint = peer->endpoint<RdmaEndpoint>();
-    if (int64_t used = endpoint ? endpoint->idle_since(*nic) : INT64_MAX; used < since) {
-      idlest = endpoint;
-      since = used;
-    }
-  }
-  if (!idlest || !idlest->evict(*nic)) return made;
-  return nic->device().make_queue_pair(requests, receives);
 }
 
 // connect: u64 connection, u32 NIC of the target, u32 which pair of GIDs, address, u32 GIDs, each. Answer: u32 pairs,
@@ -170,6 +151,7 @@ void RdmaEndpoint::checked(const RdmaLanePtr& lane, const Status& outcome, Later
     return not_connected(lane, {Code::io, "another engine answers there (" + gids + ")"}, later);
   lane->state_ = RdmaLane::State::up;
   lane->was_up_ = true;
+  hopeless_ = {};
   lane->failures_ = 0;
   lane->gid_pairs_tried_ = 0;
   lane->last_error_ = {};
@@ -186,6 +168,10 @@ void RdmaEndpoint::not_connected(const RdmaLanePtr& lane, const Status& why, Lat
   later.destroy(lane->nic_, lane->release_queue_pair());
   if (over_) return changed_.notify_all();
   if (made_there) disconnect(*lane, later);
+  if (why.code() == Code::busy && ready_.empty()) {  // others use the room, and there is nothing to carry
+    lane->state_ = RdmaLane::State::evicted;
+    return changed_.notify_all();
+  }
   // Another pair of GIDs may do; then another NIC of the peer's, for a lane that has never reached this one.
   if (++lane->gid_pairs_tried_ < std::min(lane->gid_pairs_, kMostGidPairs)) {
     lane->gid_pair_ = (lane->gid_pair_ + 1) % lane->gid_pairs_;
@@ -209,58 +195,6 @@ void RdmaEndpoint::disconnect(RdmaLane& lane, Later& later) {
     peer->session()->call(kRdmaDisconnect, ByteWriter().put(connection).take(), Deadline::never(),
                           [peer](Result<rpc::Message>) {});
   });
-}
-
-// No rail for a while, and none comes up: what waits for one fails. Later ops try again.
-void RdmaEndpoint::lose_hope(const Status& why, Later& later) {
-  using State = RdmaLane::State;
-  if (over_ || steady_ns() - up_ns_ < kHopeNs) return;
-  for (auto& lane : lanes_)
-    if (lane->failures_ == 0 || lane->state_ == State::up || lane->state_ == State::failing ||
-        lane->state_ == State::fencing)
-      return;
-  const Status lost(Code::peer_lost, "no RDMA rail to " + peer_.name() + ": " + why.to_string());
-  for (auto part : std::deque(ready_)) stop(part, lost, later);
-  for (auto part : std::deque(wait_to_notify_)) stop(part, lost, later);
-  for (auto part : std::set(notifying_)) stop(part, lost, later);
-}
-
-// ---- Making room
-
-int64_t RdmaEndpoint::idle_since(const Nic& nic) const {
-  std::lock_guard lock(mutex_);
-  auto* lane = idle_lane(nic);
-  return lane ? lane->used_ns_ : INT64_MAX;
-}
-
-RdmaLane* RdmaEndpoint::idle_lane(const Nic& nic) const {
-  RdmaLane* idlest = nullptr;
-  for (auto& lane : lanes_) {
-    if (lane->nic_.get() != &nic || lane->state_ != RdmaLane::State::up || !lane->posted_.empty()) continue;
-    if (idlest && idlest->used_ns_ <= lane->used_ns_) continue;
-    // The peer may not have heard of an immediate that is done: its end stays until it has.
-    if (std::any_of(notifying_.begin(), notifying_.end(),
-                    [&](auto& part) { return part->immediate_on_ == lane->connection_; }))
-      continue;
-    idlest = lane.get();
-  }
-  return idlest;
-}
-
-bool RdmaEndpoint::evict(const Nic& nic) {
-  Later later;
-  std::lock_guard lock(mutex_);
-  auto* lane = idle_lane(nic);
-  if (!lane || over_) return false;
-  lane->state_ = RdmaLane::State::evicted;
-  lane->release_queue_pair().reset();  // here: the caller wants its room
-  disconnect(*lane, later);
-  return true;
-}
-
-void RdmaEndpoint::recall_evicted(Later& later) {
-  for (auto& lane : lanes_)
-    if (lane->state_ == RdmaLane::State::evicted) connect(lane, later);
 }
 
 void RdmaEndpoint::reconnect_later(RdmaLane& lane, Later& later) {

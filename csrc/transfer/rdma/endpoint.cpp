@@ -2,9 +2,11 @@
 
 #include <algorithm>
 
+#include "common/log.h"
 #include "transfer/engine_impl.h"
 #include "transfer/rdma/later.h"
 #include "transfer/rdma/passive_pair.h"
+#include "transfer/tcp/endpoint.h"
 #include "transfer/wire.h"
 
 namespace torch_mooncake::transfer::rdma {
@@ -21,6 +23,9 @@ void RdmaEndpoint::attach(EngineImpl& engine) {
   engine.handle(kRdmaDisconnect, forward(&RdmaEndpoint::on_disconnect));
   engine.handle(kRdmaNotify, forward(&RdmaEndpoint::on_notify));
   engine.handle(kRdmaKeys, forward(&RdmaEndpoint::on_keys));
+  engine.handle(kRdmaImmediate, [](PeerImpl& peer, rpc::Message message, rpc::Responder) {
+    if (auto* endpoint = peer.endpoint<RdmaEndpoint>()) endpoint->on_immediate(std::move(message));
+  });
   engine.handle(kRdmaFlush, [](PeerImpl& peer, rpc::Message, rpc::Responder responder) {
     auto shared = std::make_shared<rpc::Responder>(std::move(responder));
     peer.engine().flush_nic_writes([shared](const Status& s) { s ? shared->ok() : shared->fail(s); });
@@ -95,7 +100,13 @@ Result<RemoteMemoryPtr> RdmaEndpoint::open(const OpenedRegion& opened, Direction
     if (lanes_.empty()) make_lanes(static_cast<uint32_t>(memory->nics.size()), later);
   }
   std::unique_lock lock(mutex_);
-  TM_TRY(wait_for_lane(lock, deadline));
+  Status found = wait_for_lane(lock, deadline);
+  const bool other_way = peer_.endpoint<StreamEndpoint>() && peer_.features().tcp && !over_;
+  if (!found && other_way && found.code() != Code::deadline_exceeded) {
+    log::warning("transfer", found.with("memory of " + peer_.name() + " is reached over TCP").to_string());
+    return RemoteMemoryPtr();
+  }
+  TM_TRY(found);
   return RemoteMemoryPtr(memory);
 }
 
@@ -116,7 +127,7 @@ void RdmaEndpoint::cut(RdmaPart& part, std::span<const Batch> batches) const {
     auto* memory = static_cast<const RdmaMemory*>(path.memory.get());
     auto* keys = region.nic_keys().get();  // the op keeps the region, and that its keys
     auto local_base = reinterpret_cast<uint64_t>(region.data());
-    part.regions_.push_back({keys, memory});
+    part.regions_.push_back({keys, memory, batch.local, batch.remote});
     const bool write = part.op().direction() == Direction::write;
     (write ? part.flush_there_ : part.flush_here_) |= write ? memory->flush : keys->flush();
     auto regions = static_cast<uint32_t>(part.regions_.size() - 1);
@@ -158,12 +169,13 @@ void RdmaEndpoint::submit(const OpImplPtr& op, std::span<const Batch> batches) {
     moved(part, later);
   } else {
     make_ready(part);
+    if (!hopeless_) return without_rails(part, later);
   }
   pump(later);
 }
 
 void RdmaEndpoint::make_ready(const RdmaPartPtr& part) {
-  if (part->ready_ || part->stopped_ || !part->has_work()) return;
+  if (part->ready_ || part->stopped_ || part->leaving_ || !part->has_work()) return;
   part->ready_ = true;
   ready_.push_back(part);
 }
@@ -323,6 +335,7 @@ void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why, Later& later
   part->outcome_ = why;
   if (std::exchange(part->ready_, false)) std::erase(ready_, part);
   std::erase(wait_to_notify_, part);
+  if (part->left_) return;  // whoever hands it over ends it
   if (part->posted_ == 0) return end(part, later);
   // What is posted is soon over if the lanes are well. If they are not, they are flushed.
   std::weak_ptr<RdmaPart> weak = part;

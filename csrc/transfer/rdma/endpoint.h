@@ -24,6 +24,7 @@
 namespace torch_mooncake::transfer {
 class EngineImpl;
 class PeerImpl;
+class StreamEndpoint;
 }  // namespace torch_mooncake::transfer
 
 namespace torch_mooncake::transfer::rdma {
@@ -81,6 +82,9 @@ class RdmaEndpoint final : public TransportEndpoint {
   void reconnect_later(RdmaLane& lane, Later& later);
   void disconnect(RdmaLane& lane, Later& later);
   void lose_hope(const Status& why, Later& later);
+  void without_rails(const RdmaPartPtr& part, Later& later);
+  void go_by(StreamEndpoint& stream, const RdmaPartPtr& part, const Status& lost);
+  void on_immediate(rpc::Message message);
   // Room for one more queue pair on that NIC, if need be that of the lane that has been idle for longest, of any peer.
   Result<std::unique_ptr<QueuePair>> queue_pair_on(const std::shared_ptr<Nic>& nic, uint32_t requests,
                                                    uint32_t receives);
@@ -115,6 +119,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   bool over_ = false;
   std::vector<RdmaLanePtr> lanes_;
   uint32_t remote_nics_ = 1;
+  Status hopeless_;    // why no rail has been up for a while: what comes now does not wait for one
   int64_t up_ns_ = 0;  // when the last rail but none went, or the first ones were asked for
   uint64_t next_connection_ = 1;
   std::deque<RdmaPartPtr> ready_;  // have something to post; each once

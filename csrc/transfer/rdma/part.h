@@ -31,6 +31,8 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   struct Regions {
     const RegionKeys* local;
     const RdmaMemory* remote;
+    RegionPtr ours;
+    RemoteRegionPtr theirs;
   };
 
   RdmaPart(RdmaEndpoint& endpoint, OpImplPtr op) : endpoint_(endpoint), op_(std::move(op)) {}
@@ -64,6 +66,7 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   bool notifying_ = false, immediate_due_ = false;
   uint64_t immediate_on_ = 0;  // the connection that the immediate was posted on last
   bool stopped_ = false, over_ = false;
+  bool leaving_ = false, left_ = false;  // for TCP, as no rail is left: asked to, and handed over
   int failures_ = 0;
   Status outcome_;
 };

@@ -143,7 +143,13 @@ void RdmaEndpoint::finish_connect(const RdmaLanePtr& lane, uint64_t connection, 
 void RdmaEndpoint::checked(const RdmaLanePtr& lane, const Status& outcome, Later& later) {
   if (lane->state_ != RdmaLane::State::checking) return;
   const auto gids = lane->our_gid_.to_string() + " -> " + lane->remote_gid_.to_string();
-  if (!outcome) return not_connected(lane, outcome.with("no answer from its NIC (" + gids + ")"), later);
+  if (!outcome)
+    return not_connected(
+        lane,
+        outcome.with("no answer from its NIC (" + gids +
+                     "); a firewall (RoCE v2 is UDP port 4791), a switch with a smaller MTU, or another "
+                     "network: torch-mooncake doctor"),
+        later);
   Id128 found;
   const uint64_t halves[] = {lane->landing_->get(0), lane->landing_->get(1)};
   std::memcpy(found.data(), halves, sizeof halves);

@@ -106,7 +106,8 @@ void RdmaEndpoint::without_rails(const RdmaPartPtr& part, Later& later) {
   std::erase(ready_, part);
   part->leaving_ = true;
   later.add([this, part, stream, lost = hopeless_, peer = peer_.shared_from_this()] {
-    peer->engine().repair().post([this, part, stream, lost, peer] { go_by(*stream, part, lost); });
+    // Not on a thread that dials: TCP's lanes are waited for.
+    peer->engine().mover().post([this, part, stream, lost, peer] { go_by(*stream, part, lost); });
   });
 }
 

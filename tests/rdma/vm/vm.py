@@ -57,12 +57,17 @@ def missing_tools() -> list[str]:
     return [package for tool, package in TOOLS.items() if shutil.which(tool, path=path) is None]
 
 
-def prepare() -> tuple[Path, Path]:
-    """Kernel and initial file system, made if they are not there. Raises Unavailable."""
+def check() -> None:
+    """Raises Unavailable if something is missing that prepare() does not fetch."""
     if os.uname().machine != "x86_64":
         raise Unavailable(f"the recipe is for x86_64, not {os.uname().machine}")
     if missing := missing_tools():
         raise Unavailable(f"missing packages: {' '.join(sorted(missing))}")
+
+
+def prepare() -> tuple[Path, Path]:
+    """Kernel and initial file system, made if they are not there. Raises Unavailable."""
+    check()
     kernel, files = CACHE / "vmlinux", CACHE / "initramfs"
     if not kernel.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -196,12 +201,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="/out of the machine, with its logs")
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--check", action="store_true", help="run nothing: is everything there that it takes?")
+    parser.add_argument("--check", action="store_true", help="run nothing: are the tools there?")
     parser.add_argument("command", nargs="?", default="")
     args = parser.parse_args()
     try:
         if args.check:
-            prepare()
+            check()
             return 0
         if args.keep:
             args.keep.mkdir(parents=True, exist_ok=True)

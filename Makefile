@@ -88,7 +88,7 @@ test-rdma: build  ## the RDMA transport over real verbs (Soft-RoCE in a QEMU mac
 	-.ci/system-packages rdma
 	cmake -DTM_TESTS=ON $(NATIVE) > $(NATIVE)/cmake.log || { cat $(NATIVE)/cmake.log; exit 1; }
 	cmake --build $(NATIVE) -j $(JOBS) --target $(VERBS_TESTS:%=transfer_%_test)
-	TM_TEST_BUILD=$(NATIVE) $(PY) tests/rdma/vm/vm.py --keep build/rdma-vm/out tests/rdma/vm/suite || { status=$$?; \
+	TM_TEST_BUILD=$(NATIVE) $(PY) tests/rdma/vm/vm.py --keep build/rdma-vm/out --seconds 1200 tests/rdma/vm/suite || { status=$$?; \
 	  [ $$status = 77 ] && echo "==== SKIPPED: make test-rdma: real verbs were not tested (see above)" >&2 || exit $$status; }
 
 test-gpu: export TM_CUDA = 1

@@ -19,7 +19,7 @@ import torch_mooncake as tm
 
 MESSAGE, DEPTH, COUNT = 1 << 20, 8, 64
 OP = 4 * MESSAGE  # with one rail an op is cut in four
-REGIONS, REGION_NBYTES = 1000, 1 << 20
+REGIONS, REGION_NBYTES = 1000, (1 << 20, 16 << 20)
 
 
 def serve() -> None:
@@ -72,20 +72,20 @@ def perftest() -> float:
         server.wait()
 
 
-def registrations(program: str) -> list[float]:
-    command = [program, "register", str(REGIONS), str(REGION_NBYTES), "rxe_a0"]
+def registrations(program: str, nbytes: int) -> list[float]:
+    command = [program, "register", str(REGIONS), str(nbytes), "rxe_a0"]
     return [float(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 
 def main() -> None:
     program, rounds = sys.argv[1], int(sys.argv[2])
-    result: dict[str, list[float]] = {"ours": [], "perftest": [], "register": [], "reg_mr": []}
+    result: dict[str, list[float]] = {"ours": [], "perftest": []}
     for _ in range(rounds):
         result["ours"].append(ours())
         result["perftest"].append(perftest())
-        seconds = registrations(program)
-        result["register"].append(seconds[0])
-        result["reg_mr"].append(seconds[1])
+        for nbytes in REGION_NBYTES:
+            for name, seconds in zip(("register", "reg_mr"), registrations(program, nbytes), strict=True):
+                result.setdefault(f"{name} {nbytes >> 20}", []).append(seconds)
     print(json.dumps(result))
 
 

@@ -25,7 +25,6 @@ import torch_mooncake as tm
 from torch_mooncake.kv import DecodeSession, KVReceiver, KVSender, PageAllocator, PagedKV, PrefillSession
 
 _THREADS = 64  # sequences whose pages are waited for, or stored, at the same time
-_CONNECT_S = 5
 
 
 @dataclass
@@ -71,7 +70,6 @@ class Rank:
         self._receiver = KVReceiver(engine, kv, self.allocator, tp_rank=group.rank, tp_size=group.size)
         self._moved = moved
         self._sequences: dict[str, KVSequence] = {}
-        self._peers: dict[str, tm.Peer] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pages")
 
     def _head_pool(self, parts: int) -> HeadPool:
@@ -80,31 +78,45 @@ class Rank:
     def update_weights(self, timeout_s: float) -> dict:
         """Takes the next published version, or returns {"error": …}. Its keys and values are other pages."""
         outcome = self.weights.update(timeout_s)
-        self.pool = self._head_pool(self._parts)
+        if "error" not in outcome:
+            self.pool = self._head_pool(self._parts)
         return outcome
 
     # ---- a prompt -----------------------------------------------------------------------------------------------
     def begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
-        """Takes pages for `tokens` tokens, begins to fill them with what the pool has of the prompt, and with `tickets`
-        opens the way to the decode ranks that gave them. {"reused": tokens}, or {"error": …} with nothing held."""
-        outcomes = self.group.gather(_attempt(partial(self._begin, name, prompt, cache_salt, tokens, tickets)))
+        """Takes pages for `tokens` tokens. With `tickets`, a thread opens the way to the decode ranks that gave them,
+        which may take as long as those do not answer; `settled` has its outcome. {}, or {"error": …} with nothing held.
+        """
+        outcomes = self.group.gather(_attempt(partial(self._begin, name, prompt, cache_salt, tokens)))
         if failed := _first_error(outcomes):
             self.release(name)
             return failed
+        if tickets:
+            sequence = self._sequences[name]
+            sequence.moving = self._beside(self._open, sequence, tickets)
+        return {}
+
+    def _begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int) -> dict:
+        pages = self.allocator.take(pages_for(tokens, self.kv.layout.page_size))
+        self._sequences[name] = KVSequence(prompt, cache_salt, self.pool, pages)
+        return {}
+
+    def _open(self, sequence: KVSequence, tickets: list[bytes]) -> None:
+        try:
+            sequence.push = self._sender.open(tickets)
+            sequence.outcome = {}
+        except tm.Error as error:
+            sequence.outcome = failure(error)
+
+    def match(self, name: str) -> int:
+        """Begins to load what the pool has of the prompt; returns how many tokens that is."""
         sequence = self._sequences[name]
-        assert sequence.load is not None
-        sequence.reused = min(outcome["hits"] for outcome in outcomes)
+        sequence.outcome = None
+        sequence.load = self.pool.load(sequence.prompt, sequence.pages, sequence.cache_salt)
+        sequence.reused = min(self.group.gather(sequence.load.hits))
         sequence.load.settle(sequence.reused)
         sequence.length = sequence.reused * self.kv.layout.page_size
-        return {"reused": sequence.length}
-
-    def _begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
-        pages = self.allocator.take(pages_for(tokens, self.kv.layout.page_size))
-        sequence = self._sequences[name] = KVSequence(prompt, cache_salt, self.pool, pages)
-        if tickets:
-            sequence.push = self._sender.open(tickets)
-        sequence.load = self.pool.load(prompt, pages, cache_salt)
-        return {"hits": sequence.load.hits}
+        return sequence.length
 
     @torch.inference_mode()
     def chunk(self, name: str, count: int) -> dict:
@@ -171,39 +183,24 @@ class Rank:
             sequence.outcome = failure(error)
 
     # ---- an answer ----------------------------------------------------------------------------------------------
-    def receive(
-        self, name: str, prompt: list[int], cache_salt: str, tokens: int, engines: list[str], timeout_s: float
-    ) -> dict:
-        """Takes pages for `tokens` tokens and opens them to the prefill ranks at `engines`. Returns {"tickets": […]},
-        one of each rank, or {"error": …} with nothing held."""
-        outcomes = self.group.gather(
-            _attempt(partial(self._receive, name, prompt, cache_salt, tokens, engines, timeout_s))
-        )
+    def receive(self, name: str, prompt: list[int], cache_salt: str, tokens: int, timeout_s: float) -> dict:
+        """Takes pages for `tokens` tokens and opens them to whoever has the tickets. Returns {"tickets": […]}, one of
+        each rank, or {"error": …} with nothing held; `settled` says when the prompt's pages are there."""
+        outcomes = self.group.gather(_attempt(partial(self._receive, name, prompt, cache_salt, tokens, timeout_s)))
         if failed := _first_error(outcomes):
             self.release(name)
             return failed
         return {"tickets": [outcome["ticket"] for outcome in outcomes]}
 
-    def _receive(
-        self, name: str, prompt: list[int], cache_salt: str, tokens: int, engines: list[str], timeout_s: float
-    ) -> dict:
+    def _receive(self, name: str, prompt: list[int], cache_salt: str, tokens: int, timeout_s: float) -> dict:
         size = self.kv.layout.page_size
         session = self._receiver.open(
-            pages_for(tokens, size),
-            prompt_pages=pages_for(len(prompt), size),
-            timeout=timeout_s,
-            peer=[self._peer(address) for address in engines],
+            pages_for(tokens, size), prompt_pages=pages_for(len(prompt), size), timeout=timeout_s
         )
         sequence = KVSequence(prompt, cache_salt, self.pool, session.pages, length=len(prompt), receive=session)
         self._sequences[name] = sequence
         sequence.moving = self._beside(self._wait, sequence)
         return {"ticket": session.ticket()}
-
-    def _peer(self, address: str) -> tm.Peer:
-        peer = self._peers.get(address)
-        if peer is None or not peer.alive:
-            peer = self._peers[address] = self.engine.connect(address, timeout=_CONNECT_S)
-        return peer
 
     def _wait(self, sequence: KVSequence) -> None:
         assert sequence.receive is not None
@@ -214,8 +211,8 @@ class Rank:
 
     # ---- both ---------------------------------------------------------------------------------------------------
     def settled(self, name: str) -> list[dict] | None:
-        """What came of `finish` or `receive`: one outcome a rank when all are done, or the first that says "error" as
-        soon as there is one; None before."""
+        """What came of `begin`, `finish` or `receive`: one outcome a rank when all are done, or the first that says
+        "error" as soon as there is one; None before."""
         outcomes = self.group.gather(self._sequences[name].outcome)
         if failed := _first_error(outcomes):
             return [failed]
@@ -259,6 +256,8 @@ class Rank:
             sequence.load.end()
         if sequence.moving is not None:
             sequence.moving.result()
+        if sequence.push is not None and sequence.push.state == "pending":  # opened since, or never finished
+            sequence.push.cancel()
         if sequence.receive is not None and sequence.receive.state != "done":
             return  # the session has given the pages back
         if answer is not None and sequence.pool is self.pool:  # an answer that new weights came into is not stored
@@ -279,10 +278,6 @@ class Rank:
             self._moved()
 
         return self._threads.submit(run)
-
-    def addresses(self) -> list[str]:
-        """Of every rank's engine."""
-        return self.group.gather(self.engine.addresses[0])
 
     def stats(self) -> list[dict]:
         """Of every rank."""

@@ -43,7 +43,6 @@ class Place:
     name: str
     role: str
     url: str
-    engines: list[str]  # of its ranks
     pid: int
     tokens: int = 0  # of requests that it has not finished
 
@@ -165,7 +164,7 @@ class Router:
         prefill_busy.enter_context(_busy(prefill, length))
         try:
             with _busy(decode, length + body["max_tokens"]), prefill_busy:
-                async with self._job(decode, "/generate", body | {"engines": prefill.engines}) as job:
+                async with self._job(decode, "/generate", body) as job:
                     while (event := await _next(job, prefilling)) is not None:
                         if "tickets" in event:
                             prefilling = asyncio.create_task(

@@ -33,7 +33,6 @@ class Job:
     eos: frozenset[int] = frozenset()
     cache_salt: str = ""
     tickets: list[bytes] = field(default_factory=list)  # of a prefill job
-    engines: list[str] = field(default_factory=list)  # of the prefill worker, for a decode job
     timeout_s: float = 120
     tokens: list[int] = field(default_factory=list)  # the answer
     computed: int = 0  # prompt tokens whose keys and values are there
@@ -55,6 +54,7 @@ class Scheduler:
         self._stopping = False
         # In the order of their coming, each job in one of them:
         self.waiting: list[Job] = []  # for pages
+        self.opening: list[Job] = []  # for the decode worker's answer
         self.prompts: list[Job] = []  # being computed
         self.leaving: list[Job] = []  # computed, their pages under way to the decode worker
         self.coming: list[Job] = []  # their pages under way to us
@@ -95,6 +95,7 @@ class Scheduler:
             while not self._stopping:
                 self._take_changes()
                 self._admit()
+                self._settle(self.opening, self._opened)
                 self._settle(self.leaving, self._left)
                 self._settle(self.coming, self._came)
                 self._chunk()
@@ -112,7 +113,7 @@ class Scheduler:
             cancelled, self._cancelled = self._cancelled, set()
             calls, self._calls = self._calls, []
         self.waiting += [job for job in arrivals if job.name not in cancelled]
-        for jobs in (self.waiting, self.prompts, self.leaving, self.coming, self.answers):
+        for jobs in (self.waiting, self.opening, self.prompts, self.leaving, self.coming, self.answers):
             for job in [job for job in jobs if job.name in cancelled]:
                 jobs.remove(job)
                 if jobs is not self.waiting:
@@ -124,7 +125,7 @@ class Scheduler:
         """Sleeps while there is nothing to compute."""
         if self.prompts or self.answers:
             return
-        lagging = any(self.ranks.first.here(job.name) for job in self.leaving + self.coming)
+        lagging = any(self.ranks.first.here(job.name) is not None for job in self.opening + self.leaving + self.coming)
         timeout = _LAGGING_S if lagging else _FULL_S if self.waiting else None
         with self._changed:
             self._changed.wait_for(lambda: self._awake, timeout)
@@ -146,9 +147,7 @@ class Scheduler:
         left = job.timeout_s - (time.perf_counter() - job.began)
         everything = len(job.prompt) + job.max_tokens
         if job.kind == "decode":
-            outcome = self.ranks.call(
-                "receive", job.name, job.prompt, job.cache_salt, everything, job.engines, max(left, 0)
-            )
+            outcome = self.ranks.call("receive", job.name, job.prompt, job.cache_salt, everything, max(left, 0))
             if "error" not in outcome:
                 self.coming.append(job)
                 job.emit(outcome)
@@ -156,15 +155,18 @@ class Scheduler:
         tokens = everything if job.kind == "both" else len(job.prompt)
         outcome = self.ranks.call("begin", job.name, job.prompt, job.cache_salt, tokens, job.tickets)
         if "error" not in outcome:
-            self.prompts.append(job)
-            job.computed = outcome["reused"]
-            job.result = {
-                "prompt_tokens": len(job.prompt),
-                "reused_tokens": outcome["reused"],
-                "queue_s": time.perf_counter() - job.began,
-                "compute_s": 0.0,
-            }
+            self.opening.append(job)
+            if job.kind == "both":  # nobody to be asked
+                self._opened(job, [])
         return outcome
+
+    def _opened(self, job: Job, _: list[dict]) -> None:
+        self.opening.remove(job)
+        self.prompts.append(job)
+        queue_s = time.perf_counter() - job.began
+        job.computed = self.ranks.call("match", job.name)
+        job.result = {"prompt_tokens": len(job.prompt), "reused_tokens": job.computed, "queue_s": queue_s}
+        job.result["compute_s"] = 0.0
 
     def _chunk(self) -> None:
         if not self.prompts:

@@ -78,19 +78,18 @@ def make_rank(args: argparse.Namespace, rank: int, parent: int, moved: Callable[
 class Worker:
     """Rank 0: the compute thread with its scheduler, and the HTTP side on the event loop."""
 
-    def __init__(self, args: argparse.Namespace, rank: Rank) -> None:
+    def __init__(self, args: argparse.Namespace, rank: Rank, stop: asyncio.Event) -> None:
         self.args, self.rank = args, rank
         self.ranks = Ranks(rank)
         self.scheduler = Scheduler(self.ranks, chunk_size=args.chunk_size, max_batch=args.max_batch)
-        self.engines: list[str] = self.ranks.call("addresses")
-        self.stop = asyncio.Event()
+        self._stop = stop
         self.failed = False
         self.compute = threading.Thread(target=self.scheduler.run, args=(self._compute_ended,), name="compute")
         self._loop = asyncio.get_running_loop()
 
     def _compute_ended(self) -> None:
         self.failed = True
-        self._loop.call_soon_threadsafe(self.stop.set)
+        self._loop.call_soon_threadsafe(self._stop.set)
 
     # ---- jobs ---------------------------------------------------------------------------------------------------
     async def job(self, request: web.Request, *, kind: str) -> web.StreamResponse:
@@ -105,7 +104,6 @@ class Worker:
             eos=frozenset(body.get("eos_token_ids", ())),
             cache_salt=body.get("cache_salt", ""),
             tickets=[base64.b64decode(ticket) for ticket in body.get("tickets", ())],
-            engines=body.get("engines", []),
             timeout_s=body.get("timeout_s", 120),
         )
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -160,28 +158,29 @@ class Worker:
 
     def announcement(self, url: str) -> dict:
         args = self.args
-        return {"name": args.name, "role": args.role, "url": url, "engines": self.engines, "pid": os.getpid()}
+        return {"name": args.name, "role": args.role, "url": url, "pid": os.getpid()}
 
 
 async def serve(args: argparse.Namespace, children: list[int]) -> int:
     """Rank 0: serves until SIGTERM or SIGINT, telling the front twice a second where it is. Returns the exit status: 1
     when a rank has died or the compute thread has."""
-    loop = asyncio.get_running_loop()
-    wake: list[Callable[[], None]] = []
-    rank = await loop.run_in_executor(None, make_rank, args, 0, os.getpid(), lambda: [call() for call in wake])
-    worker = Worker(args, rank)
-    wake.append(worker.scheduler.wake)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def child_changed() -> None:
         gone = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]]
-        if gone and not worker.stop.is_set():
+        children[:] = [pid for pid in children if pid not in gone]
+        if gone and not stop.is_set():
             print(f"rank processes {gone} have died, and this worker with them", flush=True)
             os._exit(1)
 
     loop.add_signal_handler(signal.SIGCHLD, child_changed)
     child_changed()
+    wake: list[Callable[[], None]] = []
+    rank = await loop.run_in_executor(None, make_rank, args, 0, os.getpid(), lambda: [call() for call in wake])
+    worker = Worker(args, rank, stop)
+    wake.append(worker.scheduler.wake)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop.set)
+        loop.add_signal_handler(number, stop.set)
     worker.compute.start()
     app = web.Application(client_max_size=16 << 20)
     app.add_routes(
@@ -201,7 +200,7 @@ async def serve(args: argparse.Namespace, children: list[int]) -> int:
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     announcer = asyncio.create_task(_announce(args.run_dir, worker.announcement(f"http://127.0.0.1:{port}")))
-    await worker.stop.wait()
+    await stop.wait()
     announcer.cancel()
     await runner.cleanup()
     if worker.failed:

@@ -57,7 +57,7 @@ def refine(sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: 
     demands: dict[tuple[tuple[int, ...], tuple[int, ...]], Demand] = {}
     geometries: dict[bytes, _Geometry] = {}
     holes: dict[int, tuple[str, ...]] = {}
-    for members, first, last in _groups(table):
+    for members, first, last in _groups(table, names.itemsize):
         key = table.shape[first:last].tobytes()
         geometry = geometries.get(key)
         if geometry is None:
@@ -178,16 +178,18 @@ def _numbered(rows: Ints) -> Ints:
     return number
 
 
-def _groups(table: _Table) -> list[tuple[Ints, int, int]]:
-    """(wholes, first, last row of one of them) of each set of wholes whose pieces are the same on the same nodes."""
+def _groups(table: _Table, itemsize: Sequence[int]) -> list[tuple[Ints, int, int]]:
+    """(wholes, first, last row of one of them) of each set of wholes whose elements have one size and whose pieces are
+    the same on the same nodes."""
     bounds = np.flatnonzero(np.diff(table.whole, prepend=-1)).tolist()
-    found: dict[tuple[bytes, bytes], tuple[list[int], int, int]] = {}
+    found: dict[tuple[int, bytes, bytes], tuple[list[int], int, int]] = {}
     for first, last in itertools.pairwise([*bounds, len(table.whole)]):
-        key = table.shape[first:last].tobytes(), table.node[first:last].tobytes()
+        whole = int(table.whole[first])
+        key = itemsize[whole], table.shape[first:last].tobytes(), table.node[first:last].tobytes()
         entry = found.get(key)
         if entry is None:
             entry = found[key] = [], first, last
-        entry[0].append(int(table.whole[first]))
+        entry[0].append(whole)
     return [(np.array(members, np.int64), first, last) for members, first, last in found.values()]
 
 

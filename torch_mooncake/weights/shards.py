@@ -155,7 +155,11 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """Equal for equal layouts: the same wholes, pieces and memory layout. 64 hex digits."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+        names = msgspec.json.encode((self.wholes, self.locals, sorted(self.aliases.items())))
+        state = hashlib.sha256(len(names).to_bytes(8, "little") + names)
+        for array in (self.whole, self.local, self.start, self.size, self.offset, self.stride):
+            state.update(np.array(array.shape, "<i8").tobytes() + array.astype("<i8").tobytes())
+        return state.hexdigest()
 
     def __repr__(self) -> str:
         return f"<Manifest of {len(self.wholes)} tensors, {len(self.whole)} pieces, {self.nbytes} bytes>"

@@ -29,8 +29,12 @@ def describe(
     TypeError for what are no tensors. LayoutMismatch, with the first ten differences: shapes that are not what a rule
     makes, two tensors that claim the same elements under one name, partial sums, dtypes that do not travel.
     """
-    tensors = tensors_of(model_or_state_dict)
-    found = _Found()
+    return described(tensors_of(model_or_state_dict), layout)
+
+
+def described(tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, packed: bool = False) -> Manifest:
+    """``packed``: as if each local tensor were contiguous and of the dtype that travels."""
+    found = _Found(packed)
     problems: list[str] = []
     for name, tensor in tensors.items():
         try:
@@ -46,7 +50,8 @@ def describe(
 
 
 class _Found:
-    def __init__(self) -> None:
+    def __init__(self, packed: bool) -> None:
+        self._packed = packed
         self.wholes: dict[str, Whole] = {}
         self.index: dict[str, int] = {}
         self.locals: list[Local] = []
@@ -71,15 +76,15 @@ class _Found:
             if not self._tied(name, here):
                 local = self._local(name, here, dtype)
                 if here.numel():
-                    self._piece(name, local, (0,) * here.dim(), tuple(here.shape), 0, here.stride())
+                    self._piece(name, local, (0,) * here.dim(), tuple(here.shape), 0, self._stride(here))
         else:
             assert layout is not None
-            held = layout.held(rule[0], rule[1], name, here.shape, here.stride())
+            held = layout.held(rule[0], rule[1], name, here.shape, self._stride(here))
             for part in held:
                 self._whole(name, part.name, Whole(part.name, part.shape, rule[0].dtype or dtype))
             if len(held) == 1 and self._tied(held[0].name, here):
                 return
-            local = self._local(name, here, dtype)
+            local = self._local(name, here, (rule[0].dtype or dtype) if self._packed else dtype)
             for part in held:
                 if 0 not in part.size:
                     self._piece(part.name, local, part.start, part.size, part.offset, part.stride)
@@ -91,10 +96,14 @@ class _Found:
         local = self._local(name, here, dtype)
         if not here.numel():
             return
+        strides = self._stride(here)
         for runs in itertools.product(*map(_with_local, box.runs)):
-            offset = sum(at * stride for (_, _, at), stride in zip(runs, here.stride(), strict=True))
+            offset = sum(at * stride for (_, _, at), stride in zip(runs, strides, strict=True))
             start, size = tuple(first for first, _, _ in runs), tuple(n for _, n, _ in runs)
-            self._piece(name, local, start, size, offset, here.stride())
+            self._piece(name, local, start, size, offset, strides)
+
+    def _stride(self, here: torch.Tensor) -> tuple[int, ...]:
+        return sharding.contiguous_strides(here.shape) if self._packed else here.stride()
 
     def _whole(self, local: str, name: str, whole: Whole) -> None:
         known = self.wholes.setdefault(name, whole)

@@ -42,15 +42,20 @@ class Refinement:
     demands: tuple[Demand, ...]  # in the order of (wanters, owners)
 
 
-def compare(sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False) -> None:
+def compare(
+    sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False, partial: bool = False
+) -> None:
     """LayoutMismatch, with the first ten differences, unless the sources together have exactly what the targets want:
-    the same names, shapes and dtypes, and every element. ``subset``: they may have fewer names (adapters)."""
-    refine(sources, targets, subset=subset)
+    the same names, shapes and dtypes, and every element. ``subset``: they may have fewer names (adapters).
+    ``partial``: the targets may want fewer (they are some of a model's ranks)."""
+    refine(sources, targets, subset=subset, partial=partial)
 
 
-def refine(sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False) -> Refinement:
+def refine(
+    sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False, partial: bool = False
+) -> Refinement:
     """Errors as ``compare``."""
-    names = _Names(sources, targets, subset)
+    names = _Names(sources, targets, subset, partial)
     if names.problems:
         raise LayoutMismatch(listed("the weights do not fit", names.problems))
     table = _table(names, sources, targets)
@@ -85,7 +90,7 @@ def refine(sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: 
 class _Names:
     """Wholes of all sides under one numbering. Names that the sources tie are one whole."""
 
-    def __init__(self, sources: Sequence[Manifest], targets: Sequence[Manifest], subset: bool) -> None:
+    def __init__(self, sources: Sequence[Manifest], targets: Sequence[Manifest], subset: bool, partial: bool) -> None:
         self.problems: list[str] = []
         self.aliases: dict[str, str] = {}
         for manifest in sources:
@@ -94,13 +99,16 @@ class _Names:
         wanted = self._union(targets, "in the model")
         for name in sorted(published.keys() | wanted.keys()):
             mine, theirs = wanted.get(name), published.get(name)
-            if theirs is None and not subset:
+            if theirs is None:
                 assert mine is not None
+                if subset:
+                    continue
                 self.problems.append(f"{name}: {_kind(mine)} in the model, not published")
             elif mine is None:
-                assert theirs is not None
+                if partial:
+                    continue
                 self.problems.append(f"{name}: published as {_kind(theirs)}, not in the model")
-            elif theirs is not None and mine != theirs:
+            elif mine != theirs:
                 self.problems.append(f"{name}: published as {_kind(theirs)}, {_kind(mine)} in the model")
         for manifest in targets:
             for name, first in manifest.aliases.items():

@@ -37,12 +37,19 @@ class Member:
     board: bytes
     manifest: Manifest  # packed
     place: Place
+    part: bool  # one of several processes that together are the model
 
     @classmethod
-    def of(cls, engine: Engine, arena: Arena, place: Place) -> Member:
+    def of(cls, engine: Engine, arena: Arena, place: Place, part: bool) -> Member:
         slots = tuple(region.descriptor() for region in arena.regions)
         return cls(
-            uuid.uuid4().hex, discovery.record_of(engine), slots, arena.board_region.descriptor(), arena.manifest, place
+            uuid.uuid4().hex,
+            discovery.record_of(engine),
+            slots,
+            arena.board_region.descriptor(),
+            arena.manifest,
+            place,
+            part,
         )
 
     def to_value(self) -> dict[str, Any]:
@@ -53,6 +60,7 @@ class Member:
             "board": self.board,
             "manifest": self.manifest.to_json(),
             "place": list(self.place),
+            "part": self.part,
         }
 
     @classmethod
@@ -60,7 +68,7 @@ class Member:
         """Corrupt as ``Manifest.from_json``."""
         record = discovery.Record.decode(value["record"])
         place, manifest = Place(*value["place"]), Manifest.from_json(value["manifest"])
-        return cls(value["uid"], record, tuple(value["slots"]), value["board"], manifest, place)
+        return cls(value["uid"], record, tuple(value["slots"]), value["board"], manifest, place, value["part"])
 
 
 @dataclass(frozen=True)

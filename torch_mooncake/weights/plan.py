@@ -100,10 +100,14 @@ class Plan:
 
 
 def digest_of(
-    sources: Sequence[Manifest], targets: Sequence[Manifest], places: Sequence[Place], subset: bool = False
+    sources: Sequence[Manifest],
+    targets: Sequence[Manifest],
+    places: Sequence[Place],
+    subset: bool = False,
+    partial: bool = False,
 ) -> str:
     layouts = [manifest.digest for manifest in (*sources, *targets)]
-    return hashlib.sha256(msgspec.json.encode((len(sources), layouts, list(places), subset))).hexdigest()
+    return hashlib.sha256(msgspec.json.encode((len(sources), layouts, list(places), subset, partial))).hexdigest()
 
 
 def plan(
@@ -112,14 +116,15 @@ def plan(
     places: Sequence[Place] | None = None,
     *,
     subset: bool = False,
+    partial: bool = False,
 ) -> Plan:
     """Plans an update of all ``targets`` from all ``sources``. ``places``: of the sources, then of the targets; None:
-    each on a host of its own. LayoutMismatch as ``compare``."""
+    each on a host of its own. ``subset``, ``partial`` and errors: as ``compare``."""
     if places is None:
         places = [Place(str(node)) for node in range(len(sources) + len(targets))]
     if len(places) != len(sources) + len(targets):
         raise InvalidArgument(f"{len(places)} places for {len(sources)} sources and {len(targets)} targets")
-    refinement = refine(sources, targets, subset=subset)
+    refinement = refine(sources, targets, subset=subset, partial=partial)
     router = _Router(places)
     ndim = max([1, *(manifest.ndim for manifest in (*sources, *targets))])
     table = _Pieces(ndim)
@@ -131,7 +136,7 @@ def plan(
         for atom in demand.atoms:
             table.add(atom.wholes, *_cut(atom.start, atom.size, atom.itemsize, min(limit, _MAX_PIECE)))
         table.assign(router.assign(choices, table.nbytes_from(first), limit))
-    digest = digest_of(sources, targets, places, subset)
+    digest = digest_of(sources, targets, places, subset, partial)
     return table.plan(digest, len(sources), tuple(places), refinement.wholes, router)
 
 
@@ -150,12 +155,13 @@ class Planner:
         places: Sequence[Place],
         *,
         subset: bool = False,
+        partial: bool = False,
     ) -> Plan:
         """As ``plan``."""
-        digest = digest_of(sources, targets, places, subset)
+        digest = digest_of(sources, targets, places, subset, partial)
         found = self._plans.get(digest)
         if found is None:
-            found = self._plans[digest] = plan(sources, targets, places, subset=subset)
+            found = self._plans[digest] = plan(sources, targets, places, subset=subset, partial=partial)
             self.made += 1
             if len(self._plans) > self._kept:
                 self._plans.popitem(last=False)

@@ -55,7 +55,7 @@ class Publisher:
         self._own_engine = engine is None
         self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
         self._arena = Arena(self._engine, manifest)
-        self._member = Member.of(self._engine, self._arena, own_place(place))
+        self._member = Member.of(self._engine, self._arena, own_place(place), world > 1)
         self._links = Links(self._engine)
         self._fits: dict[str, bool] = {}  # targets, by uid
         head = self._room.head()
@@ -122,7 +122,8 @@ class Publisher:
             return False
         if uid not in self._fits:
             try:
-                compare([source.manifest for source in sources], [member.manifest], subset=self._subset)
+                manifests = [source.manifest for source in sources]
+                compare(manifests, [member.manifest], subset=self._subset, partial=member.part)
                 self._fits[uid] = True
             except LayoutMismatch:
                 self._fits[uid] = False

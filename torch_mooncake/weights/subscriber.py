@@ -29,7 +29,7 @@ from torch_mooncake.weights.fetch import Fetch, Progress, Superseded
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
-from torch_mooncake.weights.plan import Place, Planner
+from torch_mooncake.weights.plan import Place, Plan, Planner
 from torch_mooncake.weights.publisher import local_tensors
 from torch_mooncake.weights.ranges import Chunks, names_of
 from torch_mooncake.weights.shards import Local, listed
@@ -56,8 +56,9 @@ class Subscriber:
     refer to the memory that it came into, in no time, and their addresses alternate: for contiguous CPU tensors of the
     published dtypes. Other subscribers read from this process what it has (it is a relay) while it lives.
 
-    ``patience_s``: a relay that sends nothing for so long is passed over. ``layout``, ``engine``, ``place``, ``pool``:
-    as for ``Publisher``. ``update`` is for one thread; a context manager.
+    ``part``: this process is one of several that together are the model, and what is published may have names that it
+    has not; by default so with a ``layout``. ``patience_s``: a relay that sends nothing for so long is passed over.
+    ``layout``, ``engine``, ``place``, ``pool``: as for ``Publisher``. ``update`` is for one thread; a context manager.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Subscriber:
         model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
         layout: Layout | None = None,
+        part: bool | None = None,
         flip: Literal["copy", "swap"] = "copy",
         engine: Engine | None = None,
         place: Place | None = None,
@@ -89,7 +91,9 @@ class Subscriber:
         here = local_tensors(model_or_state_dict)
         for slot in range(SLOTS):  # what never comes (padding) is as the model has it
             copy_tensors(views := self._arena.views(slot), {name: here[name] for name in views})
-        self._member = Member.of(self._engine, self._arena, own_place(place))
+        self._member = Member.of(
+            self._engine, self._arena, own_place(place), layout is not None if part is None else part
+        )
         self._links = Links(self._engine)
         self._planner = Planner()
         self._chunks: dict[tuple[str, int, int], Chunks] = {}
@@ -200,21 +204,14 @@ class Subscriber:
             raise Unsupported('flip="swap" is for all of the weights; a subset is published')
         started = time.perf_counter()
         sources = [self._found(uid) for uid in head.sources]
-        if self._member.uid in head.targets:
-            targets = [self._found(uid) for uid in head.targets]
-        else:  # it came later, or does not fit: by itself, from whoever has everything
-            sources, targets = self._those_who_have(head, sources), [self._member]
-        members = [*sources, *targets]
-        plan = self._planner.plan(
-            [member.manifest for member in sources],
-            [member.manifest for member in targets],
-            [member.place for member in members],
-            subset=head.subset,
-        )
+        targets = [self._found(uid) for uid in head.targets]
+        if self._member in targets and None not in sources + targets:
+            plan, members, me = self._planned(sources, targets, head.subset)
+        else:  # it came later, or does not fit, or somebody has left: by itself, from whoever has everything
+            plan, members, me = self._planned(self._those_who_have(head, sources), [self._member], head.subset)
         if plan.digest != self._chunks_of:
             self._chunks, self._chunks_of = {}, plan.digest
-        names = names_of(plan, [member.manifest for member in sources])
-        me = len(sources) + [member.uid for member in targets].index(self._member.uid)
+        names = names_of(plan, [member.manifest for member in members[: plan.sources]])
         with self._changed:
             slot = self._free_slot()
         fetch = Fetch(
@@ -239,31 +236,41 @@ class Subscriber:
             raise LayoutMismatch(listed("a subset of the weights has some tensors", mixed))
         return frozenset(manifest.locals[i].name for i, found in parts.items() if True in found)
 
-    def _found(self, uid: str) -> Member:
-        if uid == self._member.uid:
-            return self._member
-        member = self._room.member(uid)
-        if member is None:
-            raise Superseded  # it has left, and the next version is without it
-        return member
+    def _planned(
+        self, sources: list[Member | None], targets: list[Member | None], subset: bool
+    ) -> tuple[Plan, list[Member], int]:
+        """(plan, its nodes, which of them this one is)."""
+        members = [member for member in (*sources, *targets) if member is not None]
+        manifests = [member.manifest for member in members]
+        places = [member.place for member in members]
+        partial = any(member.part for member in members[len(sources) :])
+        plan = self._planner.plan(
+            manifests[: len(sources)], manifests[len(sources) :], places, subset=subset, partial=partial
+        )
+        return plan, members, members.index(self._member, len(sources))
 
-    def _those_who_have(self, head: Head, trainers: list[Member]) -> list[Member]:
-        """Subscribers that have all of the version; and the trainers, if those together lack something."""
-        found = []
+    def _found(self, uid: str) -> Member | None:
+        """None: it has left."""
+        return self._member if uid == self._member.uid else self._room.member(uid)
+
+    def _those_who_have(self, head: Head, trainers: list[Member | None]) -> list[Member | None]:
+        """Subscribers that have all of the version; and the trainers, if those together lack something. PeerLost if
+        there is nobody."""
+        found: list[Member | None] = []
         for uid in head.targets:
             member = self._room.member(uid)
-            if member is not None and self._links.has(member, head.version):
+            if member is not None and member is not self._member and self._links.has(member, head.version):
                 found.append(member)
         if found:
             try:
-                self._planner.plan(
-                    [member.manifest for member in found], [self._member.manifest],
-                    [*(member.place for member in found), self._member.place], subset=head.subset,
-                )  # fmt: skip
+                self._planned(found, [self._member], head.subset)
                 return found
             except LayoutMismatch:
                 pass  # not all of it: the trainers have the rest
-        return [*trainers, *found]
+        found = [member for member in (*trainers, *found) if member is not None]
+        if not found:
+            raise PeerLost(f"nobody is left who has version {head.version} of the weights {self.name!r}")
+        return found
 
     def _free_slot(self) -> int:
         """The slot for the next version: not the one that the model is in; and, if there is a choice, not the one that

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,18 +27,6 @@ def model(seed: int, count: int = 6, size: int = 10_000) -> dict[str, torch.Tens
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[[Any], Any]]:
-    """Closes what it is given, the last one first."""
-    with contextlib.ExitStack() as stack:
-
-        def open_(what: Any) -> Any:
-            stack.callback(what.close)
-            return what
-
-        yield open_
 
 
 @pytest.mark.parametrize("flip", ["copy", "swap"])
@@ -276,6 +263,7 @@ def test_fsdp2_ranks_to_a_plain_model(opened):
 WORKER = """
 import torch, torch_mooncake as tm
 from torch_mooncake import weights
+torch.set_num_threads(1)
 tm.init()
 seen = []
 mine = {f"w{i}": torch.zeros(50_000 + i) for i in range(8)}
@@ -297,7 +285,7 @@ def test_never_half_a_version_while_the_optimiser_runs(child: Callable[..., Chil
     workers = [child() for _ in range(3)]
     for i, worker in enumerate(workers):
         worker(WORKER, flip=("copy", "swap")[i % 2])
-    last = 60
+    last = 30
     for worker in workers:
         worker.start(FOLLOW, last=last)
     for step in range(1, last + 1):

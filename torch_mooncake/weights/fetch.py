@@ -21,7 +21,8 @@ from torch_mooncake.weights.members import Link, Links, Member
 from torch_mooncake.weights.plan import Plan
 from torch_mooncake.weights.ranges import Addresses, Chunks
 
-_WINDOW = 64 << 20  # bytes under way from one upstream
+_WINDOW = 64 << 20  # bytes under way from one upstream, at most
+_WINDOW_S = 0.03  # and what comes in this time, or two chunks: looks at the board wait behind them
 _OP_S = 20.0
 _BOARD_S = 5.0
 _ASK_S = 0.001  # between two looks at a board that had nothing new
@@ -67,9 +68,12 @@ class _Upstream:
         self.node, self.member, self.link, self.source, self.version = node, member, link, source, version
         self.routes: list[_Route] = []
         self.slot: int | None = None
+        self.has: dict[int, int] = {}  # route: chunks that it had at the last look
         self.reads: list[tuple[Op, _Route, int]] = []
         self.unproven: list[tuple[_Route, int]] = []  # chunks that were read since the last look at the board
         self.inflight = 0
+        self.taken = 0  # bytes
+        self.began = 0.0  # when the first chunk was asked for
         self.last_news = time.monotonic()
         self._engine = engine
         self._words = np.zeros(_HEADER // 8, np.int64)
@@ -78,6 +82,13 @@ class _Upstream:
         self._asked: list[_Route] = []
         self._proves: list[tuple[_Route, int]] = []
         self._next_ask = 0.0
+
+    def window(self) -> int:
+        """Bytes that may be under way."""
+        passed = time.monotonic() - self.began
+        rate = self.taken / passed if self.taken and passed > 0 else 0
+        largest = max(max(route.chunks.nbytes) for route in self.routes)
+        return min(_WINDOW, max(2 * largest, int(rate * _WINDOW_S)))
 
     def ask(self) -> bool:
         """Begin to read the board, unless that is under way or too soon."""
@@ -208,7 +219,8 @@ class Fetch:
                 for route, chunk in proven:
                     self._arrived(route, chunk)
                 moved |= bool(proven)
-                moved |= self._request(upstream, has)
+                upstream.has = has
+            moved |= self._request(upstream)
             upstream.routes = [route for route in upstream.routes if not route.done]
             if not upstream.routes:
                 del self._upstreams[upstream.node]
@@ -239,19 +251,21 @@ class Fetch:
         for op, route, chunk in ended:
             op.wait()
             upstream.inflight -= route.chunks.nbytes[chunk]
+            upstream.taken += route.chunks.nbytes[chunk]
             upstream.unproven.append((route, chunk))
         return True
 
-    def _request(self, upstream: _Upstream, has: dict[int, int]) -> bool:
-        moved = False
+    def _request(self, upstream: _Upstream) -> bool:
+        moved, has = False, upstream.has
         wanted = [route for route in upstream.routes if route.next < has.get(route.number, 0)]
-        while wanted and upstream.inflight < _WINDOW:
+        window = upstream.window() if wanted else 0
+        while wanted and upstream.inflight < window:
             for route in list(wanted):  # in turns: all routes get on
                 self._read(upstream, route)
                 moved = True
                 if route.next >= has[route.number]:
                     wanted.remove(route)
-                if upstream.inflight >= _WINDOW:
+                if upstream.inflight >= window:
                     break
         return moved
 
@@ -261,6 +275,7 @@ class Fetch:
             route.next += 1
         if route.next == len(route.arrived):
             return
+        upstream.began = upstream.began or time.monotonic()
         there, here, lengths = route.chunks.parts[route.next]
         op = self._engine.read(
             self._arena.regions[self._slot], upstream.link.slots[upstream.slot], local_offsets=here,

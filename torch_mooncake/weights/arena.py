@@ -4,8 +4,9 @@ A slot has the node's local tensors one after another, contiguous, in the dtypes
 knows every address. One slot holds the version that is current while the next one comes into the other.
 
 The board is 64-bit words: for each slot which version it holds, under which plan it comes in, whether all of it is
-there, and how many chunks of each route are. Whoever reads from a slot reads its words afterwards: a version that is
-still the same says that nothing was overwritten meanwhile.
+there, how often something had to come again; and of each route how many chunks are there and how many of those are
+proven. Whoever reads from a slot reads its words afterwards: a version that is still the same says that nothing was
+overwritten meanwhile, and a chunk that is proven there is proven here.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch_mooncake.weights.shards import Ints, Manifest
 
 SLOTS = 2
 _ALIGN = 64
-HEADER = 4  # words a slot: version, plan, complete, unused
+HEADER = 4  # words a slot: version, plan, complete, restarts
+COUNTERS = 2  # words a route: chunks that are there, without a gap; of those, proven ones
 MAX_ROUTES = 1 << 15  # of further routes a relay passes nothing on until it has all of the version
-_WORDS = SLOTS * HEADER + SLOTS * MAX_ROUTES
+_WORDS = SLOTS * HEADER + SLOTS * MAX_ROUTES * COUNTERS
 
 
 def offsets_of(manifest: Manifest) -> tuple[Ints, int]:
@@ -43,7 +45,11 @@ def header_offset(slot: int) -> int:
 
 
 def counter_offset(slot: int, route: int) -> int:
-    return (SLOTS * HEADER + slot * MAX_ROUTES + route) * 8
+    return _counter(slot, route) * 8
+
+
+def _counter(slot: int, route: int) -> int:
+    return SLOTS * HEADER + (slot * MAX_ROUTES + route) * COUNTERS
 
 
 class Arena:
@@ -75,16 +81,21 @@ class Arena:
         """The slot is about to be overwritten: who reads from it will notice."""
         header = slot * HEADER
         self.board[header : header + HEADER] = 0
-        self.board[SLOTS * HEADER + slot * MAX_ROUTES : SLOTS * HEADER + (slot + 1) * MAX_ROUTES] = 0
+        self.board[_counter(slot, 0) : _counter(slot + 1, 0)] = 0
         self.board[header + 1] = plan
 
     def announce(self, slot: int, version: int) -> None:
         """From now on the slot holds this version, or what has come of it."""
         self.board[slot * HEADER] = version
 
-    def count(self, slot: int, route: int, chunks: int) -> None:
+    def count(self, slot: int, route: int, there: int, proven: int) -> None:
         if route < MAX_ROUTES:
-            self.board[SLOTS * HEADER + slot * MAX_ROUTES + route] = chunks
+            at = _counter(slot, route)
+            self.board[at], self.board[at + 1] = there, proven
+
+    def restart(self, slot: int) -> None:
+        """Chunks that were there come again: who has read them drops them."""
+        self.board[slot * HEADER + 3] += 1
 
     def complete(self, slot: int) -> None:
         self.board[slot * HEADER + 2] = 1

@@ -1,9 +1,10 @@
 """One version comes into one node's slot: one-sided reads, by the plan, from whoever is before it on each route.
 
 From every upstream node there are reads of chunks under way, up to a window, and between them reads of its board: they
-say which chunks it has, and that the slot still held the version after the chunks were read. Only then are those chunks
-told to others on the own board. An upstream that is lost, stopped, or that has moved on is replaced by the one before
-it on the route, in the end by the source; chunks that are there already stay.
+say which chunks it has. What has come is offered to others at once, and is *proven* when a look at the upstream's board
+afterwards says that its slot still held the version and that the chunk is proven there. A version is complete when all
+of it is proven. An upstream that is lost, stopped, or that has moved on is replaced by the one before it on the route,
+in the end by the source; what is proven stays, what is not comes again, and the board says so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from torch_mooncake.errors import Cancelled, DeadlineExceeded, Error, PeerLost
 from torch_mooncake.transfer import Engine, Op
-from torch_mooncake.weights.arena import HEADER, MAX_ROUTES, SLOTS, Arena, counter_offset, header_offset
+from torch_mooncake.weights.arena import COUNTERS, HEADER, MAX_ROUTES, SLOTS, Arena, counter_offset, header_offset
 from torch_mooncake.weights.members import Link, Links, Member
 from torch_mooncake.weights.plan import Plan
 from torch_mooncake.weights.ranges import Addresses, Chunks
@@ -40,12 +41,13 @@ class _Route:
     path: list[int]  # nodes from the source to the one before this one
     chunks: Chunks
     next: int = 0  # the chunk to ask for
-    arrived: list[bool] = field(default_factory=list)  # of each chunk: it is here, and was not overwritten while read
-    told: int = 0  # chunks without a gap, as on the board
+    there: list[bool] = field(default_factory=list)  # of each chunk
+    proven: list[bool] = field(default_factory=list)
+    told: tuple[int, int] = (0, 0)  # chunks without a gap that are there, and proven ones: as on the board
 
     @property
     def done(self) -> bool:
-        return self.told == len(self.chunks.parts)
+        return self.told[1] == len(self.chunks.parts)
 
 
 @dataclass
@@ -80,7 +82,8 @@ class _Upstream:
         self._region = engine.register(self._words)
         self._ask: Op | None = None
         self._asked: list[_Route] = []
-        self._proves: list[tuple[_Route, int]] = []
+        self._proves: list[tuple[_Route, int]] = []  # those that the look under way may prove
+        self._restarts = 0
         self._next_ask = 0.0
 
     def window(self) -> int:
@@ -92,19 +95,18 @@ class _Upstream:
 
     def ask(self) -> bool:
         """Begin to read the board, unless that is under way or too soon."""
-        now = time.monotonic()
-        if self._ask is not None or (now < self._next_ask and not (self.unproven and not self.reads)):
+        if self._ask is not None or time.monotonic() < self._next_ask:
             return False
         self._asked = [route for route in self.routes if route.number < MAX_ROUTES] if not self.source else []
-        words = _HEADER // 8 + SLOTS * len(self._asked)
+        words = _HEADER // 8 + SLOTS * COUNTERS * len(self._asked)
         if len(self._words) < words:
             self._engine.deregister(self._region)
             self._words = np.zeros(words, np.int64)
             self._region = self._engine.register(self._words)
         there = [header_offset(0)]
         there += [counter_offset(slot, route.number) for route in self._asked for slot in range(SLOTS)]
-        here = [0, *range(_HEADER, words * 8, 8)]
-        sizes = [_HEADER] + [8] * (words - _HEADER // 8)
+        here = [0, *range(_HEADER, words * 8, 8 * COUNTERS)]
+        sizes = [_HEADER] + [8 * COUNTERS] * (len(here) - 1)
         self._proves, self.unproven = self.unproven, []
         self._ask = self._engine.read(
             self._region, self.link.board, local_offsets=np.array(here, np.int64),
@@ -112,9 +114,9 @@ class _Upstream:
         )  # fmt: skip
         return True
 
-    def answer(self, tag: int) -> tuple[list[tuple[_Route, int]], dict[int, int]] | None:
-        """None while the board has not been read. (chunks that are now known to be whole, {route: chunks it has}).
-        Superseded if the version is not there any more."""
+    def answer(self, tag: int) -> list[tuple[_Route, int]] | None:
+        """None while the board has not been read, else chunks that are now proven. Superseded if the version is not
+        there any more, or some of it comes again."""
         if self._ask is None or not self._ask.done():
             return None
         self._ask.wait()
@@ -125,20 +127,29 @@ class _Upstream:
         if (self.slot is not None and self.slot not in slots) or (not len(slots) and header[:, 0].max() > self.version):
             raise Superseded
         if not len(slots):
-            self._proves = []
-            return [], {}
-        self.slot = int(slots[0])
-        version, plan, complete, _ = header[self.slot].tolist()
-        assert version == self.version
+            return []
+        slot = int(slots[0])
+        _, plan, complete, restarts = header[slot].tolist()
+        if self.slot is not None and restarts != self._restarts:
+            raise Superseded
+        self.slot, self._restarts = slot, restarts
         if complete:
-            has = {route.number: len(route.chunks.parts) for route in self.routes}
-        elif plan == tag and tag:
-            counters = self._words[_HEADER // 8 :].reshape(-1, SLOTS)[:, self.slot].tolist()
-            has = {route.number: n for route, n in zip(self._asked, counters, strict=False)}
+            counters = [(len(route.chunks.parts),) * 2 for route in self.routes]
+            seen = {route.number: counts for route, counts in zip(self.routes, counters, strict=True)}
+        elif plan == tag:
+            rows = self._words[_HEADER // 8 :].reshape(-1, SLOTS, COUNTERS)[:, slot].tolist()
+            seen = {route.number: (row[0], row[1]) for route, row in zip(self._asked, rows, strict=False)}
         else:
-            has = {}
-        proven, self._proves = self._proves, []
-        return proven, has
+            seen = {}
+        self.has = {number: counts[0] for number, counts in seen.items()}
+        proven = [item for item in self._proves if item[1] < seen.get(item[0].number, (0, 0))[1]]
+        self.unproven += [item for item in self._proves if item not in proven]
+        self._proves = []
+        return proven
+
+    def doubtful(self) -> list[tuple[_Route, int]]:
+        """Chunks that are there and not proven."""
+        return [*self.unproven, *self._proves]
 
     def close(self) -> None:
         for op, _, _ in self.reads:
@@ -181,7 +192,7 @@ class Fetch:
         routes = [(number, path) for number, route in enumerate(plan.routes) if (path := _path_to(route.edges, me))]
         self._routes = [_Route(number, path, self._chunks(number, path[-1])) for number, path in routes]
         for route in self._routes:
-            route.arrived = [False] * len(route.chunks.parts)
+            route.there, route.proven = ([False] * len(route.chunks.parts) for _ in range(2))
         self.progress = Progress(version, sum(route.chunks.total for route in self._routes))
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -213,13 +224,11 @@ class Fetch:
         """Whether anything came of it."""
         try:
             moved = arrived = self._take(upstream)
-            answer = upstream.answer(self._tag)
-            if answer is not None:
-                proven, has = answer
-                for route, chunk in proven:
-                    self._arrived(route, chunk)
-                moved |= bool(proven)
-                upstream.has = has
+            proven = upstream.answer(self._tag) or []
+            for route, chunk in proven:
+                route.proven[chunk] = True
+                self._tell(route)
+            moved |= bool(proven)
             moved |= self._request(upstream)
             upstream.routes = [route for route in upstream.routes if not route.done]
             if not upstream.routes:
@@ -227,7 +236,7 @@ class Fetch:
                 upstream.close()
                 return True
             moved |= upstream.ask()
-            if arrived or (answer is not None and answer[0]):
+            if arrived or proven:
                 upstream.last_news = time.monotonic()
             elif not upstream.source and time.monotonic() - upstream.last_news > self._patience_s:
                 raise DeadlineExceeded(f"nothing came from {upstream.member.record.name} in {self._patience_s} s")
@@ -243,7 +252,7 @@ class Fetch:
         return True
 
     def _take(self, upstream: _Upstream) -> bool:
-        """Chunks whose reads have ended wait for the next look at the board."""
+        """Chunks whose reads have ended are there, and wait for a look at the board."""
         ended = [read for read in upstream.reads if read[0].done()]
         if not ended:
             return False
@@ -253,6 +262,9 @@ class Fetch:
             upstream.inflight -= route.chunks.nbytes[chunk]
             upstream.taken += route.chunks.nbytes[chunk]
             upstream.unproven.append((route, chunk))
+            route.there[chunk] = True
+            self.progress.bytes_done += route.chunks.nbytes[chunk]
+            self._tell(route)
         return True
 
     def _request(self, upstream: _Upstream) -> bool:
@@ -271,9 +283,9 @@ class Fetch:
 
     def _read(self, upstream: _Upstream, route: _Route) -> None:
         assert upstream.slot is not None
-        while route.next < len(route.arrived) and route.arrived[route.next]:
+        while route.next < len(route.there) and route.there[route.next]:
             route.next += 1
-        if route.next == len(route.arrived):
+        if route.next == len(route.there):
             return
         upstream.began = upstream.began or time.monotonic()
         there, here, lengths = route.chunks.parts[route.next]
@@ -285,14 +297,15 @@ class Fetch:
         upstream.inflight += route.chunks.nbytes[route.next]
         route.next += 1
 
-    def _arrived(self, route: _Route, chunk: int) -> None:
-        route.arrived[chunk] = True
-        self.progress.bytes_done += route.chunks.nbytes[chunk]
-        before = route.told
-        while route.told < len(route.arrived) and route.arrived[route.told]:
-            route.told += 1
-        if route.told != before:
-            self._arena.count(self._slot, route.number, route.told)
+    def _tell(self, route: _Route) -> None:
+        there, proven = route.told
+        while there < len(route.there) and route.there[there]:
+            there += 1
+        while proven < len(route.proven) and route.proven[proven]:
+            proven += 1
+        if (there, proven) != route.told:
+            route.told = there, proven
+            self._arena.count(self._slot, route.number, there, proven)
 
     def _replace(self, upstream: _Upstream, error: Error) -> None:
         """The routes go to the nodes before it. ``error`` is raised if it is a source."""
@@ -301,6 +314,14 @@ class Fetch:
         self._dead.add(upstream.node)
         self.lost.append(upstream.member.uid)
         self._links.drop(upstream.member.uid)
+        doubtful = upstream.doubtful()
+        if doubtful:
+            self._arena.restart(self._slot)
+        for route, chunk in doubtful:
+            route.there[chunk] = False
+            self.progress.bytes_done -= route.chunks.nbytes[chunk]
+            route.told = min(route.told[0], chunk), route.told[1]
+            self._arena.count(self._slot, route.number, *route.told)
         for route in upstream.routes:
             route.path.pop()
             if not route.path:
@@ -325,7 +346,7 @@ class Fetch:
                     text = f"version {self._version} of the weights cannot come from {name}: {error}"
                     raise PeerLost(text) from error
         route.chunks = self._chunks(route.number, node)
-        route.next = route.told
+        route.next = route.told[0]
         if not route.done:
             upstream.routes.append(route)
             upstream.last_news = time.monotonic()

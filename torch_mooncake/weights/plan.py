@@ -31,7 +31,7 @@ from torch_mooncake.weights.shards import Ints, Manifest, Whole
 
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 16 << 20
 _MAX_PIECE = MAX_CHUNK - MIN_CHUNK  # so that a chunk that is still too small always takes the next piece
-_CHUNKS_A_HOP = 32  # the pipeline fills in this part of a route's time
+_CHUNKS_A_HOP = 64  # the pipeline fills in this part of a route's time
 
 
 class Place(NamedTuple):

@@ -3,7 +3,9 @@
 Every edge of every route is a stream that passes on the route's chunks in order, each as soon as the node has it.
 Streams share what they cross (the sender's NIC, the receiver's NIC; within a host, each node's link) by max-min
 fairness, as flows under congestion control do. Time goes in steps: a chunk is seen by the next node at the end of the
-step in which it has arrived, so a step is also what a hop takes on top of the bytes.
+step in which it has arrived, so a step is also what a hop takes on top of the bytes. And a node learns of a chunk by a
+look at the board of the one before it, whose answer waits behind a chunk that is on the way already: until that one has
+everything, its last chunk is not known of.
 
 The model knows bandwidth and the schedule. It knows no losses, no CPU that is too slow, and no receiver that is late.
 """
@@ -22,6 +24,7 @@ from torch_mooncake.weights.shards import Ints
 
 Floats = npt.NDArray[np.float64]
 
+_UNKNOWN = 1  # chunks that the node before has and this one has not heard of yet
 _MOST_STEPS = 1_000_000
 _COLUMNS = 400  # of a Prediction's timeline, at most twice as many
 
@@ -128,7 +131,8 @@ class _Model:
         left = self._left
         parent = self.parent[left]
         there = np.where(parent < 0, self.total[left], self._have[parent])
-        whole = np.where(there >= self.total[left], self.total[left], there // self._chunk[left] * self._chunk[left])
+        chunks = np.maximum(there // self._chunk[left] - _UNKNOWN, 0)
+        whole = np.where(there >= self.total[left], self.total[left], chunks * self._chunk[left])
         gap = whole - self._have[left]
         busy = np.flatnonzero(gap > 0)
         active, gap = left[busy], gap[busy]

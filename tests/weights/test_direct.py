@@ -342,6 +342,19 @@ def test_closing_gives_everything_back(opened):
     assert not [thread for thread in threading.enumerate() if thread.name == "tm-weights"]
 
 
+def test_a_name_that_everybody_has_left_begins_anew(opened):
+    with Publisher("policy", model(1)) as publisher:
+        publisher.publish()
+    worker, trainer = model(2), model(3)
+    subscriber = opened(Subscriber("policy", worker))
+    with pytest.raises(tm.DeadlineExceeded, match="at all"):
+        subscriber.update(timeout=0.2)
+    publisher = opened(Publisher("policy", trainer))
+    assert publisher.publish().serial == 2
+    assert subscriber.update(timeout=20).serial == 2
+    assert same(worker, trainer)
+
+
 def test_both_ways_have_names_of_their_own():
     weights.publish({"w": torch.ones(3)}, "policy")
     mine = {"w": torch.zeros(3)}

@@ -48,6 +48,10 @@ class _Version:
     names: frozenset[str]  # local tensors that it has
 
 
+class _NobodyHasIt(Exception):
+    """All who had the version have left: it is as if there were none."""
+
+
 class Subscriber:
     """Follows the weights called ``name`` into this process. A thread brings each new version into memory of its own
     while the model goes on with the one before; ``update()`` puts it in place between two steps, all of it or nothing.
@@ -186,6 +190,9 @@ class Subscriber:
         except Superseded:
             time.sleep(_LEAST_PAUSE_S)
             return
+        except _NobodyHasIt:
+            time.sleep(_MOST_PAUSE_S)
+            return
         except (PeerLost, DeadlineExceeded, LayoutMismatch) as error:
             with self._changed:
                 self._error = error
@@ -254,8 +261,7 @@ class Subscriber:
         return self._member if uid == self._member.uid else self._room.member(uid)
 
     def _those_who_have(self, head: Head, trainers: list[Member | None]) -> list[Member | None]:
-        """Subscribers that have all of the version; and the trainers, if those together lack something. PeerLost if
-        there is nobody."""
+        """Subscribers that have all of the version; and the trainers, if those together lack something."""
         found: list[Member | None] = []
         for uid in head.targets:
             member = self._room.member(uid)
@@ -269,7 +275,7 @@ class Subscriber:
                 pass  # not all of it: the trainers have the rest
         found = [member for member in (*trainers, *found) if member is not None]
         if not found:
-            raise PeerLost(f"nobody is left who has version {head.version} of the weights {self.name!r}")
+            raise _NobodyHasIt
         return found
 
     def _free_slot(self) -> int:

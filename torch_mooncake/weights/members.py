@@ -19,7 +19,8 @@ import numpy as np
 
 from torch_mooncake import discovery
 from torch_mooncake.config import Config
-from torch_mooncake.errors import Error, PeerLost
+from torch_mooncake.errors import DeadlineExceeded, Error, PeerLost
+from torch_mooncake.pool import Version
 from torch_mooncake.transfer import Engine, Peer, RemoteRegion
 from torch_mooncake.weights.arena import HEADER, SLOTS, Arena
 from torch_mooncake.weights.manifest import checked_name
@@ -110,6 +111,14 @@ class Room:
     def head(self) -> Head | None:
         value = self._pool.get(f"{self._prefix}/head", default=None)
         return None if value is None else Head.from_value(value)
+
+    def await_head(self, seen: Version | None, timeout: float) -> Version | None:
+        """The pool's version of the head, as soon as it is newer than ``seen``; None if that takes too long."""
+        newer = None if seen is None else Version(seen.view, seen.counter + 1)
+        try:
+            return self._pool.wait(f"{self._prefix}/head", timeout, version=newer)
+        except DeadlineExceeded:
+            return None
 
     def replace_head(self, head: Head) -> None:
         self._pool.put(f"{self._prefix}/head", head.to_value())

@@ -22,6 +22,7 @@ from torch_mooncake.errors import (
     PeerLost,
     Unsupported,
 )
+from torch_mooncake.pool import Version
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import SLOTS, Arena, copy_tensors
 from torch_mooncake.weights.describe import described
@@ -35,6 +36,7 @@ from torch_mooncake.weights.ranges import Chunks, names_of
 from torch_mooncake.weights.shards import Local, listed
 from torch_mooncake.weights.subscribe import Update
 
+_WAIT_S = 0.2  # what close() waits for the thread to see it, at most, when nothing comes
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 0.05
 _RETRY_S = 0.5  # between attempts at a version whose source is lost
 
@@ -166,17 +168,15 @@ class Subscriber:
         self._serving = ready.slot
 
     def _follow(self) -> None:
-        pause = _LEAST_PAUSE_S
+        seen: Version | None = None
         try:
             while not self._closed:
-                head = self._room.head()
+                found = self._room.await_head(seen, _WAIT_S)
+                head = None if found is None else self._room.head()
                 if head is not None and head.version > self._brought:
-                    pause = _LEAST_PAUSE_S
                     self._attempt(head)
                 else:
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._closed, pause)
-                    pause = min(2 * pause, _MOST_PAUSE_S)
+                    seen = seen if found is None else found
         except Cancelled:
             pass  # by close()
         except BaseException as error:  # update() raises it

@@ -180,6 +180,11 @@ def describe_tensor(dtype: Any, shape: tuple[int, ...]) -> Callable[[dict[str, A
     return describe
 
 
+def describe_bytes(nbytes: int) -> bytes:
+    """The description of an object that is ``nbytes`` bytes and nothing else, as ``encode`` makes it of bytes."""
+    return _INLINE + _encoder.encode(Document(_FORMAT, Bytes(0, nbytes), None))
+
+
 def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:
     """The same for a value of its own that is one part of an object: ``get`` returns the list of them."""
     return _encode(value, user, _Writer(part=True))

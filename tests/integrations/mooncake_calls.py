@@ -2,9 +2,9 @@
 
     python mooncake_calls.py HOST:PORT
 
-prints one JSON document: for every sequence a list of [call, outcome]. Values are codes, counts, booleans and digests of
-bytes; nothing that differs from run to run (ports, addresses, times). Uses ctypes for memory: needs no torch, no numpy.
-The address is that of ``mooncake_master`` (ours ignores it: its pool is found by TM_RUNTIME_DIR and TM_POOL).
+prints one JSON document: for every sequence a list of [call, outcome]. Values are codes, counts, booleans and digests
+of bytes; nothing that differs from run to run (ports, addresses, times). Memory is ctypes': needs no torch, no numpy.
+The address is that of ``mooncake_master`` (ours has a pool of this host for each such address).
 """
 
 from __future__ import annotations
@@ -100,22 +100,16 @@ def configuration(log: Log, master: str) -> None:
 
 @sequence
 def before_setup(log: Log, master: str) -> None:
+    from mooncake.engine import TransferEngine
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    memory = Memory(4096, 1)
-    log("put", store.put, "k", b"v")
-    log("get", store.get, "k")
-    log("is_exist", store.is_exist, "k")
-    log("batch_is_exist", store.batch_is_exist, ["a", "b"])
-    log("get_size", store.get_size, "k")
-    log("remove", store.remove, "k")
-    log("remove_all", store.remove_all)
-    log("register_buffer", store.register_buffer, memory.at, 4096)
-    log("batch_put_from", store.batch_put_from, ["a", "b"], [memory.at, memory.at], [16, 16])
-    log("batch_get_into", store.batch_get_into, ["a", "b"], [memory.at, memory.at], [16, 16])
+    log("get", store.get, "k")  # others end the process with the real one
     log("health_check", store.health_check)
     log("close", store.close)
+    log("close again", store.close)
+    log("get_engine", TransferEngine().get_engine)
+    log("send_probe", TransferEngine().send_probe, "127.0.0.1:1")
 
 
 @sequence
@@ -140,6 +134,7 @@ def setup_forms(log: Log, master: str) -> None:
 def values(log: Log, master: str) -> None:
     store = store_of(master)
     log("health_check", store.health_check)
+    log("hostname", lambda: store.get_hostname().split(":")[0])
     log("is_exist missing", store.is_exist, "v/a")
     log("get missing", store.get, "v/a")
     log("get_size missing", store.get_size, "v/a")
@@ -164,6 +159,14 @@ def values(log: Log, master: str) -> None:
     log("put_parts", store.put_parts, "v/p", b"one", bytearray(b"two"), memoryview(b"three"))
     log("get parts", store.get, "v/p")
     log("put_parts of none", store.put_parts, "v/q")
+    log("is_exist, none", store.is_exist, "v/q")
+    log("a long key", store.put, "long/" * 400, b"long")
+    log("get of it", store.get, "long/" * 400)
+    log("put_batch of none", store.put_batch, [], [])
+    memory = Memory(4096, 20)
+    log("upsert_from", store.upsert_from, "v/u", memory.at, 100)
+    log("batch_upsert_from", store.batch_upsert_from, ["v/u", "v/w"], [memory.at, memory.at], [50, 60])
+    log("get_batch of them", store.get_batch, ["v/u", "v/w"])
     log("put_batch", store.put_batch, ["v/g", "v/h"], [b"g", b"hh"])
     log("get_batch", store.get_batch, ["v/g", "v/h", "v/missing"])
     log("batch_is_exist", store.batch_is_exist, ["v/g", "v/missing", "v/h"])
@@ -215,6 +218,7 @@ def registered_buffers(log: Log, master: str) -> None:
     log("batch_put_from that differs", store.batch_put_from, ["r/e", "r/f"], [memory.at], [64, 64])
     log("batch_get_into that differs", store.batch_get_into, ["r/b", "r/c"], into[:2], [4096])
     log("put_from of nothing", store.put_from, "r/z", memory.at, 0)
+    log("is_exist of nothing", store.is_exist, "r/z")
     loose = Memory(8192, 7)
     log("batch_put_from of memory that is not registered", store.batch_put_from, ["r/l"], [loose.at], [8192])
     log("unregister", store.unregister_buffer, memory.at)
@@ -249,6 +253,9 @@ def many_buffers(log: Log, master: str) -> None:
     log("put again", store.batch_put_from_multi_buffers, ["m/a"], [[m]], [[10]])
     log("with a flag", store.batch_get_into_multi_buffers, ["m/b"], [[o]], [[4096]], True)
     log("of none", store.batch_put_from_multi_buffers, [], [], [])
+    log("without buffers", store.batch_put_from_multi_buffers, ["m/z"], [[]], [[]])
+    log("get without buffers", store.batch_get_into_multi_buffers, ["m/a"], [[]], [[]])
+    log("fewer sizes", store.batch_put_from_multi_buffers, ["m/z"], [[m, m]], [[1]])
     log("differs", store.batch_put_from_multi_buffers, ["m/x", "m/y"], [[m]], [[10]])
     log("close", store.close)
 
@@ -314,9 +321,20 @@ def replicas(log: Log, master: str) -> None:
 
 @sequence
 def full(log: Log, master: str) -> None:
-    store = store_of(master, segment=16 * MiB)
-    log("larger than all there is", store.put, "f/a", bytes(300 * MiB))
-    log("is_exist", store.is_exist, "f/a")
+    from mooncake.store import ReplicateConfig
+
+    store = store_of(master)
+    memory = Memory(8 * MiB, 17)
+    store.register_buffer(memory.at, memory.nbytes)
+    pinned = ReplicateConfig()
+    pinned.with_hard_pin = True
+    codes = [store.put_from(f"f/{i}", memory.at, memory.nbytes, pinned) for i in range(9)]
+    log.note("the first that found no room", next(code for code in codes if code))
+    log.note("those before it", set(codes[: codes.index(-200)]) == {0})
+    log("in a batch", store.batch_put_from, ["f/x", "f/y"], [memory.at, memory.at], [8 * MiB, 8 * MiB], pinned)
+    log("is_exist", store.batch_is_exist, ["f/0", "f/x"])
+    log("remove_all", lambda: store.remove_all(True) > 0)
+    log("room again", store.put_from, "f/z", memory.at, memory.nbytes)
     log("close", store.close)
 
 
@@ -326,11 +344,12 @@ def closed(log: Log, master: str) -> None:
     store.put("x/a", b"x")
     log("close", store.close)
     log("close again", store.close)
-    log("put", store.put, "x/b", b"x")
     log("get", store.get, "x/a")
-    log("is_exist", store.is_exist, "x/a")
-    log("batch_is_exist", store.batch_is_exist, ["x/a"])
     log("health_check", store.health_check)
+    log("setup again", store.setup, "127.0.0.1", "P2PHANDSHAKE", 16 * MiB, 16 * MiB, "tcp", "", master)
+    log("put", store.put, "x/b", b"x")
+    log("get", store.get, "x/b")
+    log("close", store.close)
 
 
 @sequence
@@ -372,7 +391,9 @@ def engine_memory(log: Log, master: str) -> None:
     log("unregister", here.unregister_memory, memory.at)
     log("unregister again", here.unregister_memory, memory.at)
     log("batch", here.batch_register_memory, [memory.at, memory.at + 32768], [32768, 32768])
-    log("batch that differs", here.batch_register_memory, [memory.at], [])
+    log("batch that overlaps itself", here.batch_register_memory, [memory.at + 49152] * 2, [4096, 4096])
+    log("batch of none", here.batch_register_memory, [], [])
+    log("nothing", here.register_memory, memory.at + 60000, 0)
     log("batch out", here.batch_unregister_memory, [memory.at, memory.at + 32768])
     log("with a location", here.register_memory, memory.at, 4096, "cpu:0")
 
@@ -398,6 +419,17 @@ def engine_transfers(log: Log, master: str) -> None:
     log("outside of the peer's memory", here.transfer_sync_write, session, a.at, b.at + b.nbytes, 64)
     log("nobody there", here.transfer_sync_write, "127.0.0.1:1", a.at, b.at, 64)
     log("probe of nobody", here.send_probe, "127.0.0.1:1")
+    loose, late = Memory(4096, 18), Memory(4096)
+    log("from memory that is not registered", here.transfer_sync_write, session, loose.at, b.at, 4096)
+    log.note("written from it", b.read(0, 4096) == loose.read(0, 4096))
+    log("to memory that is not registered", here.transfer_sync_write, session, a.at, late.at, 64)
+    there.register_memory(late.at, late.nbytes)
+    log("registered since", here.transfer_sync_write, session, a.at, late.at, 64)
+    there.unregister_memory(late.at)
+    log("and taken back", here.transfer_sync_write, session, a.at, late.at, 64)
+    there.register_memory(late.at, late.nbytes)
+    log("and registered anew", here.transfer_sync_write, session, a.at, late.at, 64)
+    log("no bytes", here.transfer_sync_write, session, a.at, b.at, 0)
     log("still works", here.transfer_sync_write, session, a.at, b.at, 4096)
 
 
@@ -458,6 +490,131 @@ def engine_notifies(log: Log, master: str) -> None:
     log.note("notifies", [[item.name, item.msg] for item in found])
     log("taken", there.get_notifies)
     log("batch", here.batch_transfer_sync, session, [a.at], [b.at], [64], TransferEngine.TransferOpcode.Read)
+
+
+@sequence
+def as_torchspec_calls(log: Log, master: str) -> None:
+    """Samples of hidden states: a few keys each, put from registered memory, taken once, removed by force."""
+    from mooncake.store import MooncakeDistributedStore, MooncakeHostMemAllocator, ReplicateConfig
+
+    store, allocator = MooncakeDistributedStore(), MooncakeHostMemAllocator()
+    code = store.setup(
+        local_hostname="127.0.0.1",
+        metadata_server="P2PHANDSHAKE",
+        global_segment_size=64 * MiB,
+        local_buffer_size=16 * MiB,
+        protocol="tcp",
+        rdma_devices="",
+        master_server_addr=master,
+    )
+    log.note("setup", code)
+    source, sink = allocator.alloc(MiB), allocator.alloc(MiB)
+    log("register", store.register_buffer, source, MiB)
+    log("register sink", store.register_buffer, sink, MiB)
+    ctypes.memmove(source, pattern(MiB, 21), MiB)
+    config = ReplicateConfig()
+    config.with_hard_pin = True
+    sizes = {"_hs": 512 << 10, "_ids": 4096, "_tgt": 128 << 10}
+    offsets = {"_hs": 0, "_ids": 512 << 10, "_tgt": 640 << 10}
+    keys = [f"sample-0{suffix}" for suffix in sizes]
+    log("not yet", store.is_exist, "sample-0_hs")
+    log("put", store.batch_put_from, keys, [source + offsets[x] for x in sizes], list(sizes.values()), config)
+    log("there", store.batch_is_exist, keys)
+    log("get", store.batch_get_into, keys, [sink + offsets[x] for x in sizes], list(sizes.values()))
+    for suffix, size in sizes.items():
+        same = ctypes.string_at(sink + offsets[suffix], size) == ctypes.string_at(source + offsets[suffix], size)
+        log.note(f"bytes of {suffix}", same)
+    handles = store.batch_get_buffer([*keys, "sample-1_hs"])
+    log.note("handles", [None if handle is None else handle.size() for handle in handles])
+    del handles
+    log("knows force", lambda: "force" in store.batch_remove.__doc__)
+    log("removed", store.batch_remove, keys, force=True)
+    log("gone", store.batch_is_exist, keys)
+    log("one that is not there", store.remove, "sample-1_hs", True)
+    log("put anew", store.batch_put_from, keys[:1], [source + 4096], [8192], config)
+    log("get anew", store.batch_get_into, keys[:1], [sink], [8192])
+    log.note("the new bytes", ctypes.string_at(sink, 8192) == ctypes.string_at(source + 4096, 8192))
+    log("unregister", store.unregister_buffer, source)
+    log("close", store.close)
+
+
+@sequence
+def as_sglang_hicache_calls(log: Log, master: str) -> None:
+    """The warm-up's assertions, a registered host pool, pages of K and V by zero copy, a prefix, and clear()."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    log("setup", store.setup, "127.0.0.1", "P2PHANDSHAKE", 64 * MiB, 16 * MiB, "tcp", "", master, None)
+    log("warm-up put", store.put, "sglang_mooncake_store_warmup_key", bytes(4 << 10))
+    log("warm-up exists", store.is_exist, "sglang_mooncake_store_warmup_key")
+    log.note("warm-up get", store.get("sglang_mooncake_store_warmup_key") == bytes(4 << 10))
+    host, page, half = Memory(2 * MiB, 22), 16 << 10, MiB
+    log("register", store.register_buffer, host.at, host.nbytes)
+    keys = [f"{page_hash}_0_{side}" for page_hash in ("aa", "bb", "cc") for side in "kv"]
+    at = [host.at + i * page + side * half for i in range(3) for side in (0, 1)]
+    log("exists", store.batch_is_exist, keys)
+    log("set", store.batch_put_from, keys, at, [page] * 6)
+    log("set again", store.batch_put_from, keys, at, [page] * 6)
+    log("prefix", store.batch_is_exist, [*keys, "dd_0_k", "dd_0_v"])
+    kept = [host.read(i * page + side * half, page) for i in range(3) for side in (0, 1)]
+    back = [host.at + (10 + i) * page + side * half for i in range(3) for side in (0, 1)]
+    log("get", store.batch_get_into, keys, back, [page] * 6)
+    log.note("bytes", [host.read(x - host.at, page) for x in back] == kept)
+    log("get with a miss", store.batch_get_into, [keys[0], "dd_0_k"], back[:2], [page] * 2)
+    layers = [[host.at + j * half + i * page for j in (0, 1)] for i in range(2)]
+    log("layer-first set", store.batch_put_from_multi_buffers, ["e", "f"], layers, [[page, page]] * 2)
+    into = [[host.at + j * half + (20 + i) * page for j in (0, 1)] for i in range(2)]
+    log("layer-first get", store.batch_get_into_multi_buffers, ["e", "f"], into, [[page, page]] * 2)
+    there = [host.read(x - host.at, page) for of_key in into for x in of_key]
+    log.note("layer-first bytes", there == [host.read(x - host.at, page) for of_key in layers for x in of_key])
+    log("clear", lambda: store.remove_all() >= 0)  # the real one keeps what was read a moment ago
+    log("clear by force", lambda: store.remove_all(True) >= 0)
+    log("cleared", store.batch_is_exist, keys)
+    log("close", store.close)
+
+
+@sequence
+def as_lmdeploy_and_vllm_call(log: Log, master: str) -> None:
+    """Blocks of several layers each, saved and loaded whole; what is missing is found out first, and reported."""
+    store = store_of(master)
+    pool, block, layers = Memory(4 * MiB, 23), 8 << 10, 4
+    log("register", store.register_buffer, pool.at, pool.nbytes)
+    keys = [f"model@tp_rank:0@{i:02x}" for i in range(5)]
+
+    def where(index: int) -> list[int]:
+        return [pool.at + layer * MiB + index * block for layer in range(layers)]
+
+    sizes = [[block] * layers for _ in keys]
+    log("lookup", store.batch_is_exist, keys)
+    log("save", store.batch_put_from_multi_buffers, keys[:4], [where(i) for i in range(4)], sizes[:4])
+    log("lookup again", store.batch_is_exist, keys)
+    log("load", store.batch_get_into_multi_buffers, keys, [where(40 + i) for i in range(5)], sizes)
+    same = [
+        pool.read(a - pool.at, block) == pool.read(b - pool.at, block)
+        for i in range(4)
+        for a, b in zip(where(i), where(40 + i), strict=True)
+    ]
+    log.note("bytes", same)
+    log("described", lambda: sorted(store.batch_get_replica_desc(keys)) == keys[:4])
+    log("remove_all", store.remove_all, True)
+    log("close", store.close)
+
+
+@sequence
+def as_sglang_pd_calls(log: Log, master: str) -> None:
+    """Prefill pushes layers and then a small message; a decode process that has gone fails the transfer."""
+    here, there, session = two_engines()
+    layers = [Memory(256 << 10, 24 + i) for i in range(4)]
+    theirs = [Memory(256 << 10) for _ in range(4)]
+    log("register", here.batch_register_memory, [x.at for x in layers], [x.nbytes for x in layers])
+    log("register theirs", there.batch_register_memory, [x.at for x in theirs], [x.nbytes for x in theirs])
+    for layer, (a, b) in enumerate(zip(layers, theirs, strict=True)):
+        pages = [3, 4, 9]
+        sides = [a.at + page * 4096 for page in pages], [b.at + (page + 20) * 4096 for page in pages], [4096] * 3
+        log(f"layer {layer}", here.batch_transfer_sync_write, session, *sides)
+        log.note(f"bytes {layer}", [b.read((p + 20) * 4096, 4096) == a.read(p * 4096, 4096) for p in pages])
+    log("unregister theirs", there.batch_unregister_memory, [x.at for x in theirs])
+    log("too late", here.batch_transfer_sync_write, session, [layers[0].at], [theirs[0].at], [4096])
 
 
 def main() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +29,18 @@ EXPECTED: dict[str, Any] = json.loads((HERE / "mooncake_expected.json").read_tex
 MiB = 1 << 20
 
 
-def run_ours(env: dict[str, str]) -> dict[str, Any]:
-    env = {name: value for name, value in env.items() if name not in ("TM_POOL", "TM_MEMORY")}
-    command = [sys.executable, str(HERE / "mooncake_calls.py"), "127.0.0.1:50051"]
-    return mooncake_real.results(subprocess.run(command, env=env, capture_output=True, text=True, timeout=170))
-
-
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("compat")
-    runtime = Path("/tmp") / f"tm-compat-{os.getpid()}"  # short: Unix socket paths are
-    env = {**os.environ, "TM_RUNTIME_DIR": str(runtime), "TM_LINGER_S": "0", "PYTHONPATH": f"{ROOT}:{COMPAT}"}
-    for name in ("TM_ADDRESS", "TM_DISCOVERY", "TM_TOKEN"):
-        env.pop(name, None)
-    try:
-        return run_ours(env)
-    finally:
-        subprocess.run(["rm", "-rf", str(runtime), str(folder)], check=True)
+def ours() -> Iterator[dict[str, Any]]:
+    """What ours does, by sequence, in a process of its own."""
+    runtime = tempfile.mkdtemp(prefix="tm-compat-", dir="/tmp")  # short: Unix socket paths are
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TM_")}
+    env |= {"TM_RUNTIME_DIR": runtime, "TM_POOL": "compat", "PYTHONPATH": f"{ROOT}:{COMPAT}"}
+    # The node stays between a sequence's end and the next one's setup: for as long as this client is there.
+    with tm.Pool(runtime_dir=runtime, pool="compat", memory=64 * MiB, linger_s=0):
+        command = [sys.executable, str(HERE / "mooncake_calls.py"), "127.0.0.1:50051"]
+        found = mooncake_real.results(subprocess.run(command, env=env, capture_output=True, text=True, timeout=170))
+    yield found
+    shutil.rmtree(runtime, ignore_errors=True)
 
 
 @pytest.mark.parametrize("name", mooncake_calls.SEQUENCES)
@@ -288,6 +287,7 @@ def test_a_pool_that_cannot_be_had_is_a_code(compat_env: dict[str, str], monkeyp
     assert MooncakeDistributedStore().setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", "") < 0
 
 
+@pytest.mark.slow
 def test_a_killed_node_is_a_code_in_bounded_time(compat_env: dict[str, str], pool_env: PoolEnv):
     import signal
 
@@ -303,3 +303,15 @@ def test_a_killed_node_is_a_code_in_bounded_time(compat_env: dict[str, str], poo
     out = ctypes.create_string_buffer(8)
     assert store.get_into("k", ctypes.addressof(out), 8) < 0
     assert store.close() == 0
+
+
+@pytest.mark.slow
+def test_the_distribution_has_all_of_it(tmp_path: Path):
+    source = tmp_path / "source"
+    shutil.copytree(COMPAT, source, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    subprocess.run(command, cwd=source, check=True)
+    (wheel,) = tmp_path.glob("torch_mooncake_compat-*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if name.startswith("mooncake/")}
+    assert names == {f"mooncake/{path.name}" for path in (COMPAT / "mooncake").iterdir() if path.is_file()}

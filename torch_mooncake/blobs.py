@@ -41,24 +41,33 @@ class Blobs:
         self._given = pool
 
     def put_from(
-        self, keys: Sequence[str], pieces: Sequence[Sequence[Piece]], *, timeout: float | None = 30, **options: Any
+        self,
+        keys: Sequence[str],
+        pieces: Sequence[Sequence[Piece]],
+        *,
+        metas: Sequence[dict[str, Any] | None] | None = None,
+        timeout: float | None = 30,
+        **options: Any,
     ) -> list[PutResult | Error]:
         """Store the concatenation of each key's pieces under it, whole or not at all; a PutResult or an error for each.
 
-        ``options``: those of ``Pool.put`` (``if_exists``, ``sealed``, ``pin``, ``replicas``, ``ttl_s``, ``parent`` …)
-        but ``part``, ``group`` and ``meta``. Raises InvalidArgument, and stores nothing, if the lists differ in length.
+        ``metas``: a small dict for each, or None, as ``Pool.put(meta=)`` takes it; ``look`` tells it. ``options``: those
+        of ``Pool.put`` (``if_exists``, ``sealed``, ``pin``, ``replicas``, ``ttl_s``, ``parent`` …) but ``part`` and
+        ``group``. Raises InvalidArgument, and stores nothing, if the lists differ in length.
         """
         if len(keys) != len(pieces):
             raise InvalidArgument(f"{len(keys)} keys, but {len(pieces)} lists of pieces")
+        if metas is not None and len(metas) != len(keys):
+            raise InvalidArgument(f"{len(keys)} keys, but {len(metas)} metas")
         deadline = deadline_ns(timeout)
         native = pools._put_options(**options)
-        metas, datas = [], []
-        for of_key in pieces:
+        documents, datas = [], []
+        for of_key, user in zip(pieces, metas or [None] * len(keys), strict=True):
             some = [(address, nbytes) for address, nbytes in of_key if nbytes]
-            metas.append(describe_bytes(sum(nbytes for _, nbytes in some)))
+            documents.append(describe_bytes(sum(nbytes for _, nbytes in some), user))
             datas.append(some if some else [b""])
         names = pools._checked_keys(list(keys))
-        return self._pool()._client(deadline).put_many(names, metas, datas, native, deadline) if names else []
+        return self._pool()._client(deadline).put_many(names, documents, datas, native, deadline) if names else []
 
     def get_into(
         self, keys: Sequence[str], pieces: Sequence[Sequence[Piece]], *, timeout: float | None = 30
@@ -112,9 +121,14 @@ class Blobs:
 
     def nbytes(self, keys: Sequence[str], *, timeout: float | None = 30) -> list[int | Error]:
         """How many bytes ``get_into`` would write for each key, or an error. Not a use of the keys."""
+        return [found if isinstance(found, Exception) else found[0] for found in self.look(keys, timeout=timeout)]
+
+    def look(self, keys: Sequence[str], *, timeout: float | None = 30) -> list[tuple[int, dict[str, Any]] | Error]:
+        """(bytes, meta) of each key, or an error: KeyNotFound, or LayoutMismatch for what ``get_into`` would not read.
+        Not a use of the keys."""
         deadline = deadline_ns(timeout)
         client = self._pool()._client(deadline)
-        results: list[int | Error] = []
+        results: list[tuple[int, dict[str, Any]] | Error] = []
         names = pools._checked_keys(list(keys))
         for name, item in zip(names, client.peek_many(names, deadline) if names else [], strict=True):
             try:
@@ -123,7 +137,7 @@ class Blobs:
                 description = describe_peeked(client, item, deadline)
                 if description is not None:
                     _check(name, description, item.nbytes)
-                results.append(item.nbytes)
+                results.append((item.nbytes, dict((description and description.user) or {})))
             except Error as error:
                 results.append(error)
         return results

@@ -180,9 +180,14 @@ def describe_tensor(dtype: Any, shape: tuple[int, ...]) -> Callable[[dict[str, A
     return describe
 
 
-def describe_bytes(nbytes: int) -> bytes:
+def describe_bytes(nbytes: int, user: dict[str, Any] | None = None) -> bytes:
     """The description of an object that is ``nbytes`` bytes and nothing else, as ``encode`` makes it of bytes."""
-    return _INLINE + _encoder.encode(Document(_FORMAT, Bytes(0, nbytes), None))
+    if user is not None:
+        _check_user(user, "meta", 0)
+    document = _INLINE + _encoder.encode(Document(_FORMAT, Bytes(0, nbytes), user))
+    if len(document) > _MAX_USER:
+        raise InvalidArgument(f"a description of {len(document)} bytes: at most {_MAX_USER} fit")
+    return document
 
 
 def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:

@@ -16,3 +16,7 @@ def compat_env(pool_env: PoolEnv, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     path = os.pathsep.join([str(ROOT), str(COMPAT), *filter(None, [os.environ.get("PYTHONPATH")])])
     monkeypatch.setenv("PYTHONPATH", path)
     return dict(os.environ)
+
+
+# Those need the programs that they are about: `make test-integrations` sets the variable, in their environment.
+collect_ignore = [] if os.environ.get("TM_STACKS") else ["stacks"]

@@ -309,7 +309,18 @@ def test_a_killed_node_is_a_code_in_bounded_time(compat_env: dict[str, str], poo
 def test_the_distribution_has_all_of_it(tmp_path: Path):
     source = tmp_path / "source"
     shutil.copytree(COMPAT, source, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
     subprocess.run(command, cwd=source, check=True)
     (wheel,) = tmp_path.glob("torch_mooncake_compat-*.whl")
     with zipfile.ZipFile(wheel) as opened:

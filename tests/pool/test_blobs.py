@@ -66,6 +66,18 @@ def test_keep_replace_and_nothing(pool):
     assert blobs.put_from([], []) == blobs.get_into([], []) == blobs.nbytes([]) == []
 
 
+def test_what_goes_with_a_blob_is_told_without_reading_it(pool):
+    blobs = tm.Blobs(pool)
+    data = noise(100)
+    blobs.put_from(["a", "b"], [[at(data)], [at(data, 0, 10)]], metas=[{"shape": [2, 50], "of": "k"}, None])
+    assert blobs.look(["a", "b"]) == [(100, {"shape": [2, 50], "of": "k"}), (10, {})]
+    assert pool.info("a").meta == {"shape": [2, 50], "of": "k"}
+    with pytest.raises(tm.InvalidArgument, match="1 metas"):
+        blobs.put_from(["a", "b"], [[], []], metas=[None])
+    with pytest.raises(TypeError, match="meta"):
+        blobs.put_from(["a"], [[]], metas=[{"x": object()}])
+
+
 def test_values_of_put_can_be_read_into_addresses(pool):
     tensor, array = torch.arange(1000, dtype=torch.float32), np.arange(500, dtype=np.int16)
     pool.put("tensor", tensor)

@@ -15,7 +15,7 @@ from torch_mooncake.integrations._hash_check import logger
 from torch_mooncake.integrations.lmcache.chunks import Chunks
 
 
-class PoolBackend(StoragePluginInterface):  # type: ignore[misc]
+class PoolBackend(StoragePluginInterface):
     """Chunks in a pool. Puts run on threads of this backend, and ``exists_in_put_tasks`` knows them until they end."""
 
     def __init__(self, config: Any, dst_device: str, metadata: Any, local_cpu_backend: Any, loop: Any) -> None:

@@ -14,7 +14,7 @@ from torch_mooncake.integrations.lmcache.chunks import Chunks
 T = TypeVar("T")
 
 
-class PoolConnector(RemoteConnector):  # type: ignore[misc]
+class PoolConnector(RemoteConnector):
     """Chunks in a pool; batched, and zero-copy between LMCache's host memory and the pool's.
 
     Calls run on threads of this connector and end by ``timeout_s``. One that LMCache stops waiting for goes on until

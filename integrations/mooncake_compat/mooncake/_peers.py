@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake import _directory
-from mooncake._memory import Ranges
 from torch_mooncake.errors import InvalidArgument, OutOfBounds, PeerLost, Unsupported
+from torch_mooncake.integrations._memory import Ranges
 
 if TYPE_CHECKING:
     from torch_mooncake import Engine, Peer, RemoteRegion

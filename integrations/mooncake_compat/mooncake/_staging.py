@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mooncake import _memory
+from torch_mooncake.integrations import _memory
 
 Pieces = Sequence[_memory.Piece]
 

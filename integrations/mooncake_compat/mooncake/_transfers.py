@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 import torch_mooncake as tm
-from mooncake import _memory
 from mooncake._codes import INTERNAL_ERROR, logger
 from mooncake._peers import Session
+from torch_mooncake.integrations import _memory
 
 Registered = _memory.Ranges[tm.Region]
 

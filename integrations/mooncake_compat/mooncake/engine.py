@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import torch_mooncake as tm
-from mooncake import _memory
 from mooncake._codes import INTERNAL_ERROR, logger
 from mooncake._directory import Directory
 from mooncake._peers import Session, split_session
 from mooncake._transfers import Registered, Transfer, notification
 from torch_mooncake.config import Config
+from torch_mooncake.integrations import _memory
 
 _OVERLAPPED = -7
 _NOT_REGISTERED = -3
@@ -159,10 +159,7 @@ class TransferEngine:
             if device is None and not (_memory.mapped(address, 1) and _memory.mapped(address + nbytes - 1, 1)):
                 return self._refused("register_memory", f"{nbytes} bytes at {address:#x} are not there")
             try:
-                if device is None:
-                    region = engine.register(_memory.view(address, nbytes))
-                else:
-                    region = engine.register(_memory.cuda_tensor(address, nbytes, device))
+                region = _memory.register(engine, address, nbytes)
             except tm.Error as error:
                 return self._refused("register_memory", f"{type(error).__name__}: {error}")
             regions = self._regions.added(address, nbytes, region)

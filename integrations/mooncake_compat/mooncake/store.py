@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch_mooncake as tm
-from mooncake import _memory
 from mooncake._codes import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
@@ -36,6 +35,7 @@ from mooncake._types import (
     SoftPinAction,
     make_handle,
 )
+from torch_mooncake.integrations import _memory
 
 Buffer = bytes | bytearray | memoryview | Any
 Pieces = Sequence[_memory.Piece]

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+import torch_mooncake as tm
+
 T = TypeVar("T")
 Piece = tuple[int, int]  # (address, nbytes)
 
@@ -75,6 +77,13 @@ def cuda_device(address: int) -> int | None:
     if driver.cuPointerGetAttribute(ctypes.byref(ordinal), 9, ctypes.c_void_p(address)) != 0:
         return None
     return ordinal.value
+
+
+def register(engine: tm.Engine, address: int, nbytes: int, label: str = "") -> tm.Region:
+    """Let an engine reach memory of this process that is known by its address: host memory, or a device's."""
+    device = cuda_device(address)
+    memory = view(address, nbytes) if device is None else cuda_tensor(address, nbytes, device)
+    return engine.register(memory, label=label)
 
 
 def cuda_tensor(address: int, nbytes: int, device: int) -> Any:

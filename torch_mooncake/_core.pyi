@@ -380,12 +380,23 @@ def key_hashes(client: Client, keys: Sequence[str]) -> list: ...
 def key_media(client: Client, keys: Sequence[str], deadline_ns: int) -> list:
     """"cpu", "disk" or None: not there."""
 
-def put_pages(client: Client, keys: Sequence[str], metas: Sequence[bytes], layers: Sequence[tuple[int, int]], page_nbytes: int, num_pages: int, pages: Sequence[int], deadline_ns: int) -> list:
+class PagedMemory:
     """
-    layers: (address, stride in bytes) of each. For each key whether it was stored, or an exception.
+    A paged cache: of each layer its pieces of a page (address of page 0's, bytes from a page to the next, bytes). The memory has to outlive it.
     """
 
-def read_pages(client: Client, objects: Sequence, layers: Sequence[tuple[int, int]], page_nbytes: int, num_pages: int, pages: Sequence[int], deadline_ns: int) -> int:
+    def __init__(self, layers: Sequence[Sequence[tuple[int, int, int]]], num_pages: int) -> None: ...
+
+    @property
+    def object_nbytes(self) -> int: ...
+
+def put_pages(client: Client, keys: Sequence[str], metas: Sequence[bytes], memory: PagedMemory, pages: Sequence[int], deadline_ns: int) -> list:
+    """For each key whether it was stored, or an exception."""
+
+def read_pages(client: Client, objects: Sequence, memory: PagedMemory, pages: Sequence[int], deadline_ns: int) -> int:
     """How many were read before the first that was gone."""
+
+def read_page_layers(client: Client, objects: Sequence, memory: PagedMemory, first: int, count: int, pages: Sequence[int], deadline_ns: int) -> list:
+    """For each page None, or an exception."""
 
 def topology(sysfs: str, nics: Sequence[str]) -> dict: ...

@@ -14,6 +14,7 @@ class Error(Exception):
 
     code: str = "INTERNAL"
     retryable: bool = False
+    failed_pages: tuple[int, ...] = ()  # of KV sessions: ids of the pages that did not arrive whole
 
     def __init__(
         self, message: str = "", *, retryable: bool | None = None, peer: str = "", bytes_done: int = 0

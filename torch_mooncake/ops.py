@@ -1,13 +1,15 @@
 """Paged-KV operators, as functions and as ``torch.ops.torch_mooncake.*``.
 
-A *pool* is a tensor ``[num_pages, *page]``: any stride between pages, each page contiguous. ``page_ids`` is a
-one-dimensional int32 or int64 tensor. All operators work on CPU (vectorised, threaded) and CUDA tensors of every dtype,
-have Meta kernels and can stand in ``torch.compile(fullgraph=True)`` and ``torch.export``. They have no gradient.
+A *pool* is a tensor ``[num_pages, *page]`` with any strides, between pages and inside them: a transposed view of an
+NHD pool is read and written as HND. Page ids are a one-dimensional int32 or int64 tensor. The operators that move pages
+take tensors of every dtype. All have Meta kernels and can stand in ``torch.compile(fullgraph=True)`` and
+``torch.export``. They have no gradient.
 
 Errors are raised before anything is written: ``IndexError`` names the position, value and range of a page id that does
-not exist; ``ValueError`` names the argument whose shape, dtype, device or layout does not fit, or the id that a scatter
-was given twice. On CUDA, ids that live on the GPU are checked there, which waits for the stream; ids on the CPU are
-not waited for.
+not exist; ``ValueError`` names the argument whose shape, dtype, device or layout does not fit, or the id that would be
+written twice. Ids on a GPU are not looked at beforehand: one out of range is skipped (its page is neither read nor
+written), nothing waits for the GPU, and the call can be captured in a CUDA graph; with TM_CHECK_IDS=1 in the
+environment they are checked as the others are, for which the host waits. Ids on the CPU are not waited for either.
 """
 
 from __future__ import annotations
@@ -27,7 +29,20 @@ if not _LIBRARY.exists():
 torch.ops.load_library(str(_LIBRARY))
 _ops = torch.ops.torch_mooncake
 
-__all__ = ["gather_pages", "gather_pages_layers", "scatter_pages", "scatter_pages_layers"]
+from torch_mooncake import ops_meta as _ops_meta  # noqa: E402, F401  (registers the Meta kernels)
+
+__all__ = [
+    "copy_pages",
+    "dequantize_pages",
+    "gather_pages",
+    "gather_pages_layers",
+    "hash_pages",
+    "hash_pages_batch",
+    "quantize_pages",
+    "reshard_heads",
+    "scatter_pages",
+    "scatter_pages_layers",
+]
 
 
 def gather_pages(pool: Tensor, page_ids: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -55,7 +70,7 @@ def gather_pages_layers(pools: Sequence[Tensor], page_ids: Tensor, out: Tensor) 
     """`gather_pages` of the same ids from every layer at once: ``out[l, i] = pools[l][page_ids[i]]``.
 
     pools: one ``[num_pages, *page]`` a layer, of one shape, dtype and device; out: ``[layers, n, *page]``. One launch
-    on CUDA, one parallel region on CPU.
+    on CUDA, one parallel region on CPU (for each set of strides among the pools).
     """
     _ops.gather_pages_layers.default(list(pools), page_ids, out)
 
@@ -69,40 +84,116 @@ def scatter_pages_layers(pools: Sequence[Tensor], page_ids: Tensor, pages: Tenso
     _ops.scatter_pages_layers.default(list(pools), page_ids, pages)
 
 
-# Meta kernels: shapes and dtypes only; the real ones check the rest.
+def copy_pages(src: Sequence[Tensor], src_ids: Tensor, dst: Sequence[Tensor], dst_ids: Tensor) -> None:
+    """Pages straight from one layout to another: ``dst[l][dst_ids[i]] = src[l][src_ids[i]]``.
+
+    src: one ``[src_pages, *page]`` a layer; dst: one ``[dst_pages, *page]`` a layer, changed in place; any strides on
+    both sides, one dtype and device. src_ids, dst_ids: ``[n]``; dst_ids has each id at most once. ``src[l]`` and
+    ``dst[l]`` may be one tensor as long as no id is in both lists.
+    """
+    _ops.copy_pages.default(list(src), src_ids, list(dst), dst_ids)
 
 
-@torch.library.register_fake("torch_mooncake::gather_pages")
-def _(pool: Tensor, page_ids: Tensor) -> Tensor:
-    torch._check(pool.dim() >= 1, lambda: "pool has no dimension: expected [num_pages, *page]")
-    torch._check(page_ids.dim() == 1, lambda: f"page_ids has to be one-dimensional, not of shape {page_ids.shape}")
-    return pool.new_empty([page_ids.shape[0], *pool.shape[1:]])
+def reshard_heads(
+    sources: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    *,
+    kv_heads: int,
+    source_head_axis: int,
+    out_head_axis: int | None = None,
+    source_ranks: Sequence[int] | None = None,
+    source_tp: int | None = None,
+    out_ranks: Sequence[int] | None = None,
+    out_tp: int | None = None,
+) -> None:
+    """KV heads of tensor-parallel degree `source_tp` as those of degree `out_tp`.
+
+    `kv_heads` are the model's. One of a degree and `kv_heads` divides the other: rank r of ``tp <= kv_heads`` holds
+    ``kv_heads / tp`` heads from ``r * kv_heads / tp`` on; of ``tp > kv_heads`` the one head ``r // (tp / kv_heads)``.
+
+    sources: one tensor for each of `source_ranks` (default: ranks 0, 1, ...), its heads at dimension
+    `source_head_axis`; `source_tp` defaults to their number. outs, changed in place: one for each of `out_ranks`, of
+    the shape of ``source.movedim(source_head_axis, out_head_axis)`` with its own number of heads; `out_head_axis`
+    defaults to `source_head_axis`. NHD to HND is heads from -2 to -3. Any strides; one dtype and device.
+
+    Every head of an out is taken from the first source that holds it. ``ValueError`` for one that none of them holds.
+    """
+    if not outs:
+        return
+    _ops.reshard_heads.default(
+        list(sources),
+        list(outs),
+        kv_heads,
+        source_head_axis,
+        source_head_axis if out_head_axis is None else out_head_axis,
+        list(range(len(sources)) if source_ranks is None else source_ranks),
+        len(sources) if source_tp is None else source_tp,
+        list(range(len(outs)) if out_ranks is None else out_ranks),
+        len(outs) if out_tp is None else out_tp,
+    )
 
 
-@torch.library.register_fake("torch_mooncake::gather_pages.out")
-def _(pool: Tensor, page_ids: Tensor, *, out: Tensor) -> None:
-    _check_list("out", out, [page_ids.shape[0], *pool.shape[1:]], pool)
+def quantize_pages(
+    pages: Tensor,
+    scale_axes: Sequence[int],
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pages in 8 bits, with a scale for each index of `scale_axes`.
+
+    pages: float32, float16 or bfloat16, any shape and strides; scale_axes: ascending dimensions, the first is 0: (0, 2)
+    for a page's heads in ``[n, N, H, D]``. Returns q, of `dtype` (float8_e4m3fn or int8) and pages' shape, and scales,
+    float32 ``[pages.size(a) for a in scale_axes]``; `out`: such a pair to write to (q with any strides).
+
+    A scale is ``max(amax / 448, 2**-100)`` (int8: 127 for 448), amax the largest finite magnitude of its elements; q is
+    ``x * (1 / scale)`` in float32, rounded to nearest even and saturated. Infinities become the largest, NaN stays NaN
+    (0 in int8), zeros stay zeros. ``|dequantised - x|`` is at most ``max(|x| / 16, scale / 1024)`` in fp8 and
+    ``scale / 2`` in int8, but for rounding errors of float32 and of the dtype dequantised to. The bits are the same on
+    every device.
+    """
+    if out is None:
+        return _ops.quantize_pages.default(pages, list(scale_axes), dtype)
+    q, scales = out
+    _ops.quantize_pages.out(pages, list(scale_axes), q=q, scales=scales)
+    return out
 
 
-@torch.library.register_fake("torch_mooncake::scatter_pages")
-def _(pool: Tensor, page_ids: Tensor, pages: Tensor) -> None:
-    _check_list("pages", pages, [page_ids.shape[0], *pool.shape[1:]], pool)
+def dequantize_pages(
+    q: Tensor,
+    scales: Tensor,
+    scale_axes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What `quantize_pages` made of: ``q * scale``, in float32 and then rounded to `dtype`.
+
+    q: float8_e4m3fn or int8, any strides; scales: float32 ``[q.size(a) for a in scale_axes]``, contiguous. Returns a
+    tensor of q's shape and of `dtype` (float32, float16 or bfloat16): new, or `out` (any strides; its dtype counts).
+    """
+    if out is None:
+        return _ops.dequantize_pages.default(q, scales, list(scale_axes), dtype)
+    _ops.dequantize_pages.out(q, scales, list(scale_axes), out=out)
+    return out
 
 
-@torch.library.register_fake("torch_mooncake::gather_pages_layers")
-def _(pools: Sequence[Tensor], page_ids: Tensor, out: Tensor) -> None:
-    if pools:
-        _check_list("out", out, [len(pools), page_ids.shape[0], *pools[0].shape[1:]], pools[0])
+def hash_pages(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:
+    """The hashes of a prompt's full pages: ``torch_mooncake.kv.page_hashes(..., "xxh3")`` as a tensor.
+
+    token_ids: int64 or int32 ``[n]``; page_size: tokens a page; root: uint8 ``[16]``. Returns uint8
+    ``[n // page_size, 16]``: XXH3-128 of the hash before (at first the root) and the page's tokens as little-endian
+    int64.
+    """
+    return _ops.hash_pages.default(token_ids, page_size, root)
 
 
-@torch.library.register_fake("torch_mooncake::scatter_pages_layers")
-def _(pools: Sequence[Tensor], page_ids: Tensor, pages: Tensor) -> None:
-    if pools:
-        _check_list("pages", pages, [len(pools), page_ids.shape[0], *pools[0].shape[1:]], pools[0])
+def hash_pages_batch(token_ids: Tensor, offsets: Tensor, page_size: int, roots: Tensor) -> Tensor:
+    """`hash_pages` of many prompts, on several threads.
 
-
-def _check_list(name: str, given: Tensor, shape: Sequence[int], pool: Tensor) -> None:
-    torch._check(given.dim() == len(shape), lambda: f"{name} has shape {tuple(given.shape)}, expected {tuple(shape)}")
-    for got, expected in zip(given.shape, shape, strict=True):
-        torch._check(got == expected, lambda: f"{name} has shape {tuple(given.shape)}, expected {tuple(shape)}")
-    torch._check(given.dtype == pool.dtype, lambda: f"{name} is {given.dtype}, pool is {pool.dtype}")
+    Prompt p is ``token_ids[offsets[p] : offsets[p + 1]]``. token_ids: int64 or int32 ``[n]``; offsets: int64 on the
+    CPU, ``[prompts + 1]``, ascending from 0 to n; roots: uint8 ``[16]`` for all or ``[prompts, 16]``. Returns uint8
+    ``[n // page_size, 16]``: the hashes of prompt 0, of prompt 1 and so on, ``(length // page_size)`` each; rows behind
+    the last one are zero.
+    """
+    return _ops.hash_pages_batch.default(token_ids, offsets, page_size, roots)

@@ -443,12 +443,12 @@ class Pool:
 
     # --- KV pages ---
 
-    def kv(self, namespace: str, cache: PagedKV) -> PoolKV:
-        """Pages of a paged KV cache in this pool, reused by prefix: ``torch_mooncake.kv.PoolKV``. ``namespace`` names
-        the model and its weights."""
+    def kv(self, namespace: str, cache: PagedKV, *, group: int = 0) -> PoolKV:
+        """Pages of a paged KV cache (of one of its groups) in this pool, reused by prefix: a ``kv.PoolKV``.
+        ``namespace`` names the model and its weights."""
         from torch_mooncake.kv import PoolKV
 
-        return PoolKV(self, cache, model=namespace)
+        return PoolKV(self, cache, model=namespace, group=group)
 
     def subscribe(self, prefix: str = "") -> Subscription:
         """What becomes of the keys that start with ``prefix``, from now on, beginning with those that are there."""

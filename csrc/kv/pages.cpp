@@ -1,86 +1,31 @@
 #include "kv/pages.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
-#include "kv/cpu/stream.h"
+#include "kv/cpu/copy_plan.h"
 
 namespace torch_mooncake::kv {
 namespace {
 
-constexpr int64_t kChunkNbytes = 1 << 20;         // a page larger than this is shared out between threads
-constexpr int64_t kGrainNbytes = 256 << 10;       // what one thread must have to do to be worth its wake-up
-constexpr int64_t kNonTemporalNbytes = 32 << 20;  // below, the list may well be read again from a cache
+std::string twice(const PageIds& ids, int64_t position, const std::string& name) {
+  int64_t first = 0;
+  while (ids[first] != ids[position]) ++first;
+  return name + " has " + std::to_string(ids[position]) + " twice, at positions " + std::to_string(first) + " and " +
+         std::to_string(position) + ": a page can be written once";
+}
 
-enum class Direction { gather, scatter };
-
-// The work, cut into units of at most kChunkNbytes: unit = (layer, place, chunk of the page).
-class Plan {
- public:
-  Plan(std::span<const PageLayer> layers, const PageIds& ids, int64_t page_nbytes, Direction direction)
-      : layers_(layers),
-        ids_(ids),
-        page_nbytes_(page_nbytes),
-        chunks_(std::max<int64_t>(1, (page_nbytes + kChunkNbytes - 1) / kChunkNbytes)),
-        gather_(direction == Direction::gather),
-        non_temporal_(total_nbytes() >= kNonTemporalNbytes) {}
-
-  int64_t units() const { return static_cast<int64_t>(layers_.size()) * ids_.count * chunks_; }
-  int64_t grain() const { return std::max<int64_t>(1, kGrainNbytes / std::min(page_nbytes_, kChunkNbytes)); }
-
-  void run(int64_t begin, int64_t end) const {
-    constexpr size_t kBatch = 64;
-    Piece batch[kBatch];
-    size_t filled = 0;
-    int64_t chunk = begin % chunks_, place = begin / chunks_ % ids_.count, layer = begin / chunks_ / ids_.count;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      batch[filled++] = piece(layers_[layer], place, chunk * kChunkNbytes);
-      if (filled == kBatch || unit + 1 == end) {
-        copy_pieces({batch, filled}, non_temporal_);
-        filled = 0;
-      }
-      if (++chunk < chunks_) continue;
-      chunk = 0;
-      if (++place < ids_.count) continue;
-      place = 0;
-      ++layer;
-    }
-  }
-
- private:
-  int64_t total_nbytes() const { return static_cast<int64_t>(layers_.size()) * ids_.count * page_nbytes_; }
-
-  Piece piece(const PageLayer& layer, int64_t place, int64_t offset) const {
-    std::byte* in_pool = layer.pool + ids_[place] * layer.pool_stride_nbytes + offset;
-    std::byte* in_list = layer.pages + place * layer.pages_stride_nbytes + offset;
-    auto nbytes = static_cast<size_t>(std::min(kChunkNbytes, page_nbytes_ - offset));
-    return gather_ ? Piece{in_list, in_pool, nbytes} : Piece{in_pool, in_list, nbytes};
-  }
-
-  std::span<const PageLayer> layers_;
-  const PageIds& ids_;
-  int64_t page_nbytes_;
-  int64_t chunks_;
-  bool gather_;
-  bool non_temporal_;
-};
-
-Status copy(std::span<const PageLayer> layers, const PageIds& ids, int64_t num_pages, int64_t page_nbytes,
-            Direction direction, const ParallelFor& parallel_for) {
-  bool scatter = direction == Direction::scatter;
-  if (page_nbytes < 0) return {Code::invalid_argument, "page_nbytes is negative: " + std::to_string(page_nbytes)};
-  TM_TRY(check_page_ids(ids, num_pages, scatter));
-  for (size_t i = 0; i < layers.size(); ++i) {
-    int64_t stride = scatter ? layers[i].pool_stride_nbytes : layers[i].pages_stride_nbytes;
-    if (std::abs(stride) < page_nbytes && (scatter ? num_pages : ids.count) > 1)
-      return {Code::invalid_argument, "pages to be written overlap in layer " + std::to_string(i) + ": stride " +
-                                          std::to_string(stride) + " bytes, page " + std::to_string(page_nbytes) +
-                                          " bytes"};
-  }
-  if (page_nbytes == 0 || ids.count == 0 || layers.empty()) return {};
-  Plan plan(layers, ids, page_nbytes, direction);
-  parallel_for(plan.units(), plan.grain(), [&plan](int64_t begin, int64_t end) { plan.run(begin, end); });
+// A page that is read and written in one copy would be read before or after: nobody's guess either.
+Status check_disjoint(const PageCopy& copy) {
+  std::vector<bool> read(static_cast<size_t>(copy.src_pages));
+  for (int64_t i = 0; i < copy.count(); ++i) read[copy.src_ids[i]] = true;
+  for (int64_t i = 0; i < copy.count(); ++i)
+    if (read[copy.dst_ids[i]])
+      return {Code::invalid_argument, std::string(copy.dst_ids_name) + "[" + std::to_string(i) + "] is " +
+                                          std::to_string(copy.dst_ids[i]) + ", which is in " + copy.src_ids_name +
+                                          " too: a page of one pool is read or written, not both"};
   return {};
 }
 
@@ -88,35 +33,101 @@ Status copy(std::span<const PageLayer> layers, const PageIds& ids, int64_t num_p
 
 void serial_for(int64_t n, int64_t, const ParallelBody& fn) { fn(0, n); }
 
-Status check_page_ids(const PageIds& ids, int64_t num_pages, bool unique) {
+Result<PagePattern> make_pattern(std::span<const CopyDim> dims, int64_t element_nbytes) {
+  std::vector<CopyDim> kept;
+  for (const CopyDim& dim : dims) {
+    if (dim.size == 0) return PagePattern{};
+    if (dim.size != 1) kept.push_back(dim);
+  }
+  std::stable_sort(kept.begin(), kept.end(), [](const CopyDim& a, const CopyDim& b) {
+    int64_t left = std::abs(a.dst_stride), right = std::abs(b.dst_stride);
+    return left != right ? left > right : std::abs(a.src_stride) > std::abs(b.src_stride);
+  });
+  std::vector<CopyDim> merged;
+  for (const CopyDim& dim : kept) {
+    if (!merged.empty()) {
+      CopyDim& outer = merged.back();
+      if (outer.src_stride == dim.size * dim.src_stride && outer.dst_stride == dim.size * dim.dst_stride) {
+        outer = {outer.size * dim.size, dim.src_stride, dim.dst_stride};
+        continue;
+      }
+    }
+    merged.push_back(dim);
+  }
+  PagePattern pattern;
+  pattern.run_nbytes = element_nbytes;
+  if (!merged.empty() && merged.back().src_stride == element_nbytes && merged.back().dst_stride == element_nbytes) {
+    pattern.run_nbytes *= merged.back().size;
+    merged.pop_back();
+  }
+  if (merged.size() > kMaxCopyDims)
+    return {Code::invalid_argument, "a page has " + std::to_string(merged.size()) +
+                                        " dimensions that neither side has densely: at most " +
+                                        std::to_string(kMaxCopyDims) + " can be copied"};
+  pattern.num_dims = static_cast<int>(merged.size());
+  std::copy(merged.begin(), merged.end(), pattern.dims);
+  return pattern;
+}
+
+bool places_overlap(std::vector<Extent> dims, int64_t element_nbytes) {
+  for (const Extent& dim : dims)
+    if (dim.size == 0) return false;
+  std::sort(dims.begin(), dims.end(),
+            [](const Extent& a, const Extent& b) { return std::abs(a.stride) < std::abs(b.stride); });
+  int64_t reach = element_nbytes;
+  for (const Extent& dim : dims) {
+    if (dim.size == 1) continue;
+    if (std::abs(dim.stride) < reach) return true;
+    reach += (dim.size - 1) * std::abs(dim.stride);
+  }
+  return false;
+}
+
+Status check_page_ids(const PageIds& ids, int64_t num_pages, bool unique, const std::string& name) {
+  if (ids.data == nullptr) {
+    if (ids.count <= num_pages) return {};
+    return {Code::out_of_bounds,
+            name + " has " + std::to_string(ids.count) + " places for " + std::to_string(num_pages) + " pages"};
+  }
   for (int64_t i = 0; i < ids.count; ++i) {
     if (int64_t id = ids[i]; id < 0 || id >= num_pages)
-      return {Code::out_of_bounds, "page_ids[" + std::to_string(i) + "] is " + std::to_string(id) + ", not in [0, " +
+      return {Code::out_of_bounds, name + "[" + std::to_string(i) + "] is " + std::to_string(id) + ", not in [0, " +
                                        std::to_string(num_pages) + ")"};
   }
   if (!unique) return {};
   std::vector<bool> seen(static_cast<size_t>(ids.count == 0 ? 0 : num_pages));
   for (int64_t i = 0; i < ids.count; ++i) {
-    if (seen[ids[i]]) {
-      int64_t first = 0;
-      while (ids[first] != ids[i]) ++first;
-      return {Code::invalid_argument, "page_ids has " + std::to_string(ids[i]) + " twice, at positions " +
-                                          std::to_string(first) + " and " + std::to_string(i) +
-                                          ": a page can be written once"};
-    }
+    if (seen[ids[i]]) return {Code::invalid_argument, twice(ids, i, name)};
     seen[ids[i]] = true;
   }
   return {};
 }
 
-Status gather_pages(std::span<const PageLayer> layers, const PageIds& ids, int64_t num_pages, int64_t page_nbytes,
-                    const ParallelFor& parallel_for) {
-  return copy(layers, ids, num_pages, page_nbytes, Direction::gather, parallel_for);
+Status check_copy(const PageCopy& copy) {
+  if (copy.src_ids.count != copy.dst_ids.count)
+    return {Code::invalid_argument, std::string(copy.src_ids_name) + " has " + std::to_string(copy.src_ids.count) +
+                                        " ids, " + copy.dst_ids_name + " " + std::to_string(copy.dst_ids.count)};
+  if (copy.page.run_nbytes < 0 || copy.page.num_dims < 0 || copy.page.num_dims > kMaxCopyDims)
+    return {Code::invalid_argument, "no page has this shape"};
+  if (!copy.src_ids.on_device) TM_TRY(check_page_ids(copy.src_ids, copy.src_pages, false, copy.src_ids_name));
+  if (!copy.dst_ids.on_device) TM_TRY(check_page_ids(copy.dst_ids, copy.dst_pages, true, copy.dst_ids_name));
+  if (copy.in_place && !copy.src_ids.on_device && !copy.dst_ids.on_device) TM_TRY(check_disjoint(copy));
+  std::vector<Extent> places{{copy.dst_pages, copy.dst_page_stride}};
+  for (int d = 0; d < copy.page.num_dims; ++d) places.push_back({copy.page.dims[d].size, copy.page.dims[d].dst_stride});
+  if (copy.nbytes() > 0 && places_overlap(places, copy.page.run_nbytes))
+    return {Code::invalid_argument, "pages to be written overlap: stride " + std::to_string(copy.dst_page_stride) +
+                                        " bytes, page " + std::to_string(copy.page.page_nbytes()) + " bytes"};
+  return {};
 }
 
-Status scatter_pages(std::span<const PageLayer> layers, const PageIds& ids, int64_t num_pages, int64_t page_nbytes,
-                     const ParallelFor& parallel_for) {
-  return copy(layers, ids, num_pages, page_nbytes, Direction::scatter, parallel_for);
+Status copy_pages(const PageCopy& copy, const ParallelFor& parallel_for) {
+  if (copy.src_ids.on_device || copy.dst_ids.on_device)
+    return {Code::invalid_argument, "ids on a device cannot be read by the CPU"};
+  TM_TRY(check_copy(copy));
+  if (copy.nbytes() == 0) return {};
+  CopyPlan plan(copy);
+  parallel_for(plan.units(), plan.grain(), [&plan](int64_t begin, int64_t end) { plan.run(begin, end); });
+  return {};
 }
 
 }  // namespace torch_mooncake::kv

@@ -1,5 +1,5 @@
 // Chains of keys and pages of paged caches. torch_mooncake/kv/pool_kv.py stands on it.
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
 #include "pool/kv_pages.h"
 #include "pool/messages.h"
@@ -11,14 +11,17 @@ namespace {
 
 using pool::ObjectPtr;
 using pool::PagedMemory;
-using Layers = std::vector<std::pair<uint64_t, uint64_t>>;
+using Layers = std::vector<std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>>;  // (address, stride, bytes)
 
-PagedMemory paged(const Layers& layers, uint64_t page_nbytes, uint64_t num_pages) {
-  PagedMemory memory;
-  memory.page_nbytes = page_nbytes;
-  memory.num_pages = num_pages;
-  for (const auto& [address, stride] : layers) memory.layers.push_back({reinterpret_cast<std::byte*>(address), stride});
-  return memory;
+// Immutable; the memory it points to is the caller's.
+std::shared_ptr<PagedMemory> paged(const Layers& layers, uint64_t num_pages) {
+  std::vector<std::vector<pool::PagePiece>> out;
+  for (const auto& pieces : layers) {
+    auto& of = out.emplace_back();
+    for (const auto& [address, stride, nbytes] : pieces)
+      of.push_back({reinterpret_cast<std::byte*>(address), stride, nbytes});
+  }
+  return std::make_shared<PagedMemory>(std::move(out), num_pages);
 }
 
 std::vector<ObjectPtr> objects_of(nb::sequence objects) {
@@ -27,13 +30,17 @@ std::vector<ObjectPtr> objects_of(nb::sequence objects) {
   return out;
 }
 
-nb::list put_pages(PyClient& client, std::vector<std::string> keys, std::vector<nb::bytes> metas, Layers layers,
-                   uint64_t page_nbytes, uint64_t num_pages, std::vector<int64_t> pages, int64_t deadline_ns) {
+struct PyPagedMemory : Held<PagedMemory> {
+  using Held::Held;
+};
+
+nb::list put_pages(PyClient& client, std::vector<std::string> keys, std::vector<nb::bytes> metas,
+                   const PyPagedMemory& memory, std::vector<int64_t> pages, int64_t deadline_ns) {
   std::vector<std::string> descriptions;
   for (const nb::bytes& meta : metas) descriptions.emplace_back(meta.c_str(), meta.size());
-  const PagedMemory memory = paged(layers, page_nbytes, num_pages);
-  const auto outcomes = without_gil(
-      [&] { return pool::put_pages(*client.get(), keys, descriptions, memory, pages, deadline_at(deadline_ns)); });
+  const auto outcomes = without_gil([&] {
+    return pool::put_pages(*client.get(), keys, descriptions, *memory.get(), pages, deadline_at(deadline_ns));
+  });
   nb::list out;
   for (const auto& outcome : outcomes)
     out.append(outcome.is_ok() ? nb::object(nb::bool_(outcome->stored)) : make_exception(outcome.status()));
@@ -100,20 +107,41 @@ void bind_pool_chains(nb::module_& m) {
         return out;
       },
       nb::arg("client"), nb::arg("keys"), nb::arg("deadline_ns"), "\"cpu\", \"disk\" or None: not there.");
-  m.def("put_pages", &put_pages, nb::arg("client"), nb::arg("keys"), nb::arg("metas"), nb::arg("layers"),
-        nb::arg("page_nbytes"), nb::arg("num_pages"), nb::arg("pages"), nb::arg("deadline_ns"),
-        "layers: (address, stride in bytes) of each. For each key whether it was stored, or an exception.");
+  nb::class_<PyPagedMemory>(m, "PagedMemory",
+                            "A paged cache: of each layer its pieces of a page (address of page 0's, bytes from a page "
+                            "to the next, bytes). The memory has to outlive it.")
+      .def(
+          "__init__",
+          [](PyPagedMemory* self, Layers layers, uint64_t num_pages) {
+            new (self) PyPagedMemory(paged(layers, num_pages));
+          },
+          nb::arg("layers"), nb::arg("num_pages"))
+      .def_prop_ro("object_nbytes", [](PyPagedMemory& memory) { return memory->object_nbytes(); });
+  m.def("put_pages", &put_pages, nb::arg("client"), nb::arg("keys"), nb::arg("metas"), nb::arg("memory"),
+        nb::arg("pages"), nb::arg("deadline_ns"), "For each key whether it was stored, or an exception.");
   m.def(
       "read_pages",
-      [](PyClient& c, nb::sequence objects, Layers layers, uint64_t page_nbytes, uint64_t num_pages,
+      [](PyClient& c, nb::sequence objects, PyPagedMemory& memory, std::vector<int64_t> pages, int64_t deadline_ns) {
+        const auto list = objects_of(objects);
+        return unwrap(without_gil(
+            [&] { return pool::read_pages(*c.get(), list, *memory.get(), pages, deadline_at(deadline_ns)); }));
+      },
+      nb::arg("client"), nb::arg("objects"), nb::arg("memory"), nb::arg("pages"), nb::arg("deadline_ns"),
+      "How many were read before the first that was gone.");
+  m.def(
+      "read_page_layers",
+      [](PyClient& c, nb::sequence objects, PyPagedMemory& memory, size_t first, size_t count,
          std::vector<int64_t> pages, int64_t deadline_ns) {
         const auto list = objects_of(objects);
-        const PagedMemory memory = paged(layers, page_nbytes, num_pages);
-        return unwrap(
-            without_gil([&] { return pool::read_pages(*c.get(), list, memory, pages, deadline_at(deadline_ns)); }));
+        const auto outcomes = without_gil([&] {
+          return pool::read_page_layers(*c.get(), list, *memory.get(), first, count, pages, deadline_at(deadline_ns));
+        });
+        nb::list out;
+        for (const Status& outcome : outcomes) out.append(outcome.is_ok() ? nb::none() : make_exception(outcome));
+        return out;
       },
-      nb::arg("client"), nb::arg("objects"), nb::arg("layers"), nb::arg("page_nbytes"), nb::arg("num_pages"),
-      nb::arg("pages"), nb::arg("deadline_ns"), "How many were read before the first that was gone.");
+      nb::arg("client"), nb::arg("objects"), nb::arg("memory"), nb::arg("first"), nb::arg("count"), nb::arg("pages"),
+      nb::arg("deadline_ns"), "For each page None, or an exception.");
 }
 
 }  // namespace torch_mooncake::python

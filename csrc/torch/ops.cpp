@@ -1,13 +1,18 @@
 // Schemas of torch.ops.torch_mooncake.*, all of them, and what implements them. Meta kernels: torch_mooncake/ops.py.
 #include <torch/csrc/stable/library.h>
 
+#include "torch/ops_hash.h"
+#include "torch/ops_heads.h"
 #include "torch/ops_pages.h"
+#include "torch/ops_quantize.h"
 
 using namespace torch_mooncake::ops;
 
-// A page is pool[id]. `pool` may have any stride between pages; inside, a page is contiguous. n = page_ids.numel().
+// A page is pool[id], page_ids are int32 or int64 [n], and *page is the shape of a page. Pools have any strides,
+// between pages and inside them: an NHD pool is read as HND through pool.transpose(). Lists of pages (out, pages) have
+// any strides between pages; inside, a page is contiguous.
 STABLE_TORCH_LIBRARY(torch_mooncake, m) {
-  // pool [num_pages, *page], page_ids [n] int32 or int64 -> [n, *page]
+  // pool [num_pages, *page] -> [n, *page], contiguous: out[i] = pool[page_ids[i]]
   m.def("gather_pages(Tensor pool, Tensor page_ids) -> Tensor");
   m.def("gather_pages.out(Tensor pool, Tensor page_ids, *, Tensor(a!) out) -> ()");
   // pool[page_ids[i]] = pages[i]; an id may occur once
@@ -15,6 +20,37 @@ STABLE_TORCH_LIBRARY(torch_mooncake, m) {
   // the same for a list of layers of one shape and dtype; out and pages are [layers, n, *page]
   m.def("gather_pages_layers(Tensor[] pools, Tensor page_ids, Tensor(a!) out) -> ()");
   m.def("scatter_pages_layers(Tensor(a!)[] pools, Tensor page_ids, Tensor pages) -> ()");
+
+  // dst[l][dst_ids[i]] = src[l][src_ids[i]]; one tensor a layer, src [src_pages, *page], dst [dst_pages, *page], any
+  // strides on both sides; dst_ids has an id once. src[l] and dst[l] may be the same tensor if no id is in both lists.
+  m.def("copy_pages(Tensor[] src, Tensor src_ids, Tensor(a!)[] dst, Tensor dst_ids) -> ()");
+
+  // KV heads from tensor-parallel degree source_tp to out_tp. sources: one tensor for each of source_ranks, of any
+  // strides, with kv_heads / source_tp heads at dimension source_head_axis (one head if source_tp > kv_heads: rank r
+  // has head r / (source_tp / kv_heads)). outs: one for each of out_ranks, of any strides: the shape of
+  // sources.movedim(source_head_axis, out_head_axis), with the heads of its own rank. (NHD -> HND: heads from -2 to
+  // -3.) Every head of an out comes from the first source that has it; a head that no source has is an error.
+  m.def(
+      "reshard_heads(Tensor[] sources, Tensor(a!)[] outs, int kv_heads, int source_head_axis, int out_head_axis, "
+      "int[] source_ranks, int source_tp, int[] out_ranks, int out_tp) -> ()");
+
+  // pages fp32, fp16 or bf16, any strides; scale_axes: the ascending dimensions that have scales of their own, 0 among
+  // them: [0, 2] for pages [n, N, H, D]. dtype float8_e4m3fn or int8 (csrc/kv/quantize.h says which bits).
+  // -> q: pages' shape, contiguous; scales: float32 [pages.size(a) for a in scale_axes], contiguous
+  m.def("quantize_pages(Tensor pages, int[] scale_axes, ScalarType dtype) -> (Tensor, Tensor)");
+  // q: float8_e4m3fn or int8, any strides; scales contiguous
+  m.def("quantize_pages.out(Tensor pages, int[] scale_axes, *, Tensor(a!) q, Tensor(b!) scales) -> ()");
+  // q [*shape], scales [q.size(a) for a in scale_axes] -> [*shape] of dtype (fp32, fp16, bf16), contiguous; out: any
+  // strides
+  m.def("dequantize_pages(Tensor q, Tensor scales, int[] scale_axes, ScalarType dtype) -> Tensor");
+  m.def("dequantize_pages.out(Tensor q, Tensor scales, int[] scale_axes, *, Tensor(a!) out) -> ()");
+
+  // token_ids int64 or int32 [n], root uint8 [16] -> uint8 [n / page_size, 16]: the chain of csrc/kv/page_hash.h
+  m.def("hash_pages(Tensor token_ids, int page_size, Tensor root) -> Tensor");
+  // Many prompts, one after the other in token_ids [n]: prompt p is [offsets[p], offsets[p + 1]), offsets int64 on the
+  // CPU [prompts + 1] from 0 to n. roots uint8 [16] for all or [prompts, 16]. -> uint8 [n / page_size, 16]: the hashes
+  // of prompt 0, of prompt 1, ...; rows behind the last one are zero.
+  m.def("hash_pages_batch(Tensor token_ids, Tensor offsets, int page_size, Tensor roots) -> Tensor");
 }
 
 static void implement(torch::stable::detail::StableLibrary& m) {
@@ -23,6 +59,14 @@ static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("scatter_pages", TORCH_BOX(&scatter_pages));
   m.impl("gather_pages_layers", TORCH_BOX(&gather_pages_layers));
   m.impl("scatter_pages_layers", TORCH_BOX(&scatter_pages_layers));
+  m.impl("copy_pages", TORCH_BOX(&copy_pages));
+  m.impl("reshard_heads", TORCH_BOX(&reshard_heads));
+  m.impl("quantize_pages", TORCH_BOX(&quantize_pages));
+  m.impl("quantize_pages.out", TORCH_BOX(&quantize_pages_out));
+  m.impl("dequantize_pages", TORCH_BOX(&dequantize_pages));
+  m.impl("dequantize_pages.out", TORCH_BOX(&dequantize_pages_out));
+  m.impl("hash_pages", TORCH_BOX(&hash_pages));
+  m.impl("hash_pages_batch", TORCH_BOX(&hash_pages_batch));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_mooncake, CPU, m) { implement(m); }

@@ -240,3 +240,16 @@ def test_prefixes_of_any_keys(pool):
     pool.unpin(["k0", "k1", "k2"])
     with pytest.raises(tm.InvalidArgument):
         pool.exists_prefix([""])
+
+
+def test_what_a_page_says_of_itself_is_read_the_same_both_ways(pool, sides):
+    store, _, _, _ = sides
+    hashes = store.page_hashes(PROMPT)
+    store.put_pages(hashes[:2], [0, 1])
+    store.put_pages(hashes[2:], [2, 3, 4], parent=hashes[1], token_ids=PROMPT[2 * SIZE :])
+    keys = [store.key(page) for page in hashes]
+    for key, found in zip(keys, pool._client(2**62).locate_many(keys, 2**62), strict=True):
+        quick = store._quick_meta(found.meta)
+        assert quick is not None
+        assert quick == store._checked_meta(key, found)
+    assert store._quick_meta(b"") is store._quick_meta(found.meta[:-1]) is store._quick_meta(found.meta[:-9]) is None

@@ -14,20 +14,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_mooncake.kv.cache import GroupTensors as GroupTensors
+    from torch_mooncake.kv.cache import PagedKV as PagedKV
+    from torch_mooncake.kv.cache import PlaneTensor as PlaneTensor
     from torch_mooncake.kv.events import KVCleared as KVCleared
     from torch_mooncake.kv.events import KVEventPublisher as KVEventPublisher
     from torch_mooncake.kv.events import KVEvents as KVEvents
     from torch_mooncake.kv.events import KVRemoved as KVRemoved
     from torch_mooncake.kv.events import KVStored as KVStored
+    from torch_mooncake.kv.groups import Group as Group
+    from torch_mooncake.kv.groups import Plane as Plane
     from torch_mooncake.kv.hashing import hash_name as hash_name
     from torch_mooncake.kv.hashing import hash_of_name as hash_of_name
     from torch_mooncake.kv.hashing import page_hashes as page_hashes
     from torch_mooncake.kv.hashing import root_hash as root_hash
-    from torch_mooncake.kv.layout import PagedKV as PagedKV
     from torch_mooncake.kv.layout import PagedKVLayout as PagedKVLayout
+    from torch_mooncake.kv.layout import Segments as Segments
     from torch_mooncake.kv.pages import PageAllocator as PageAllocator
+    from torch_mooncake.kv.plan import Plan as Plan
     from torch_mooncake.kv.pool_kv import PoolKV as PoolKV
     from torch_mooncake.kv.pool_kv import PoolKVStats as PoolKVStats
+    from torch_mooncake.kv.prefix_reuse import PrefixLoad as PrefixLoad
+    from torch_mooncake.kv.prefix_reuse import PrefixStore as PrefixStore
     from torch_mooncake.kv.receive import DecodeSession as DecodeSession
     from torch_mooncake.kv.receive import KVReceiver as KVReceiver
     from torch_mooncake.kv.send import KVSender as KVSender
@@ -35,11 +43,15 @@ if TYPE_CHECKING:
     from torch_mooncake.kv.send import PushResult as PushResult
 
 _EXPORTS = {
+    "cache": ("GroupTensors", "PagedKV", "PlaneTensor"),
     "events": ("KVCleared", "KVEventPublisher", "KVEvents", "KVRemoved", "KVStored"),
     "hashing": ("hash_name", "hash_of_name", "page_hashes", "root_hash"),
-    "layout": ("PagedKV", "PagedKVLayout"),
+    "groups": ("Group", "Plane"),
+    "layout": ("PagedKVLayout", "Segments"),
     "pages": ("PageAllocator",),
+    "plan": ("Plan",),
     "pool_kv": ("PoolKV", "PoolKVStats"),
+    "prefix_reuse": ("PrefixLoad", "PrefixStore"),
     "receive": ("DecodeSession", "KVReceiver"),
     "send": ("KVSender", "PrefillSession", "PushResult"),
 }

@@ -38,31 +38,36 @@ def root_hash(*, model: str, fingerprint: str, cache_salt: str = "") -> bytes:
 def page_hashes(root: bytes, token_ids: Sequence[int], page_size: int, algorithm: Algorithm = "blake2b") -> list[bytes]:
     """Hashes of the *full* pages of `token_ids`, `page_size` tokens each; an incomplete last page has none.
 
-    ``xxh3``: XXH3-128 of the previous page's hash (16 bytes) and the page's tokens (int64, little endian); needs
-    xxhash. Raises ValueError for a page size below 1 and OverflowError for ids that do not fit int64.
+    ``xxh3``: XXH3-128 of the previous page's hash (16 bytes) and the page's tokens (int64, little endian); the root has
+    to be 16 bytes long. It is ``torch_mooncake.ops.hash_pages``, which needs torch and also takes many prompts at once.
+    Raises ValueError for a page size below 1 and OverflowError for ids that do not fit int64.
     """
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, not {page_size}")
-    if algorithm == "xxh3":
-        import xxhash
-
-        def step(previous: bytes, page: bytes) -> bytes:
-            return xxhash.xxh3_128_digest(previous + page)
-    elif algorithm == "blake2b":
-
-        def step(previous: bytes, page: bytes) -> bytes:
-            digest = hashlib.blake2b(previous, digest_size=DIGEST_NBYTES, person=b"tm-kv-page-v1")
-            digest.update(page)
-            return digest.digest()
-    else:
+    if algorithm not in ("blake2b", "xxh3"):
         raise ValueError(f'algorithm is "blake2b" or "xxh3", not {algorithm!r}')
     tokens = np.asarray(token_ids, dtype="<i8")
+    if algorithm == "xxh3":
+        return _xxh3_hashes(root, tokens, page_size)
     hashes: list[bytes] = []
     previous = root
     for start in range(0, len(tokens) - page_size + 1, page_size):
-        previous = step(previous, tokens[start : start + page_size].tobytes())
+        digest = hashlib.blake2b(previous, digest_size=DIGEST_NBYTES, person=b"tm-kv-page-v1")
+        digest.update(tokens[start : start + page_size].tobytes())
+        previous = digest.digest()
         hashes.append(previous)
     return hashes
+
+
+def _xxh3_hashes(root: bytes, tokens: np.ndarray, page_size: int) -> list[bytes]:
+    import torch
+
+    from torch_mooncake.ops import hash_pages
+
+    own = torch.tensor(tokens, dtype=torch.int64)  # a copy: the caller's array may be read-only
+    digests = hash_pages(own, page_size, torch.frombuffer(bytearray(root), dtype=torch.uint8))
+    flat = digests.numpy().tobytes()
+    return [flat[i : i + DIGEST_NBYTES] for i in range(0, len(flat), DIGEST_NBYTES)]
 
 
 def hash_name(page_hash: PageHash) -> str:

@@ -12,7 +12,7 @@ class PageAllocator:
     """Free list over `num_pages` page ids. Safe from any thread; never blocks.
 
     Pages that may still be written by a peer that cannot be reached are put into quarantine instead of being freed:
-    they stay counted there and are handed to nobody.
+    they are counted there and handed to nobody until `release` says that they are quiet.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -41,17 +41,25 @@ class PageAllocator:
             self._free.extend(given)
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        """Withdraws taken pages for good: somebody may still write into them."""
+        """Withdraws taken pages: somebody may still write into them."""
         with self._lock:
             given = self._checked(pages)
             self._taken.difference_update(given)
             self._quarantined.update(given)
 
-    def _checked(self, pages: Iterable[int]) -> list[int]:
+    def release(self, pages: Iterable[int]) -> None:
+        """Ends the quarantine of pages that nobody can write into any more: they are free."""
+        with self._lock:
+            given = self._checked(pages, quarantined=True)
+            self._quarantined.difference_update(given)
+            self._free.extend(given)
+
+    def _checked(self, pages: Iterable[int], quarantined: bool = False) -> list[int]:
         given = list(pages)
-        wrong = [page for page in given if page not in self._taken]
+        held, name = (self._quarantined, "quarantined") if quarantined else (self._taken, "taken")
+        wrong = [page for page in given if page not in held]
         if wrong or len(set(given)) != len(given):
-            raise InvalidArgument(f"pages {wrong or given} are not taken, or named twice")
+            raise InvalidArgument(f"pages {wrong or given} are not {name}, or named twice")
         return given
 
     @property

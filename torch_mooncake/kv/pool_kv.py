@@ -9,20 +9,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 
 from torch_mooncake import aio, context
-from torch_mooncake.clock import deadline_ns
-from torch_mooncake.errors import Corrupt, Error, InvalidArgument, KeyNotFound, Unsupported
+from torch_mooncake.clock import deadline_ns, seconds_left
+from torch_mooncake.errors import Corrupt, Error, InvalidArgument, KeyNotFound
+from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.hashing import Algorithm, PageHash, hash_name, page_hashes, root_hash
-from torch_mooncake.kv.layout import PagedKV
-from torch_mooncake.kv.page_keys import PREFIX, page_meta
+from torch_mooncake.kv.page_keys import PREFIX, PageMeta, page_meta
+from torch_mooncake.kv.page_objects import PageObjects
+from torch_mooncake.kv.prefix_reuse import PrefixLoad, PrefixStore
+from torch_mooncake.kv.runs import checked_ids
 from torch_mooncake.tensors import Decoded, Tensor, describe_tensor
 
 if TYPE_CHECKING:
     from torch_mooncake.pool import Pool
 
 _PIN_S = 10.0  # what a put holds its prefix with, at most
+_PIN_MOST_S = 3600.0  # what a load holds its pages with, at most
+_page_meta = msgspec.msgpack.Decoder(PageMeta)
 _BOOKKEEPING_S = 2.0  # how long the outcome waits for what only concerns eviction
 
 
@@ -43,10 +49,12 @@ class PoolKVStats:
 class PoolKV:
     """Pages of one model and one cache layout in the pool: ``pool.kv("llama", kv)``.
 
-    A page of all layers is one object. Its hash names its content, so a key is written once, never replaced, and the
-    same page computed by two workers is stored once. Bytes go straight between the cache and the pool's memory, all
-    layers of all pages in one call. A namespace should name everything that decides a page's content and is not in the
-    hashes: the model and its weights; pages of another layout cannot be met (its fingerprint is in the key).
+    A page of all layers of a group is one object. Its hash names its content, so a key is written once, never replaced,
+    and the same page computed by two workers is stored once. Bytes go straight between the cache and the pool's memory,
+    all layers of all pages in one call, whatever the cache's strides. A namespace should name everything that decides a
+    page's content and is not in the hashes: the model and its weights, and the tensor-parallel rank and degree where
+    ranks hold different heads; pages of another layout cannot be met (its fingerprint is in the key). A cache of
+    several groups has a ``PoolKV`` for each, ``group`` being its index.
 
     *Hashes*: bytes (ours from ``page_hashes``, vLLM's), int or str (SGLang's), each naming all tokens up to its page's
     end; a list of them is a prompt, from its first page on. Keys (``page_keys``) are taken as well.
@@ -59,17 +67,16 @@ class PoolKV:
     the pages' content is unspecified. Caches are on the CPU; Unsupported otherwise.
     """
 
-    def __init__(self, pool: Any, kv: PagedKV, *, model: str) -> None:
-        if any(layer.device.type != "cpu" for layer in kv.layers):
-            raise Unsupported("pages go to the pool from caches on the CPU only")
+    def __init__(self, pool: Any, kv: PagedKV, *, model: str, group: int = 0) -> None:
         self._given = pool
-        self._kv = kv
+        self._objects = PageObjects(kv, group)
         self.namespace = model
-        self._fingerprint = kv.layout.fingerprint()
+        self._fingerprint = self._objects.fingerprint
         self._prefix = f"{PREFIX}{quote(model, safe='')}/{self._fingerprint}/"
-        self._leaf = describe_tensor(kv.layers[0].dtype, kv.page_shape)
-        self._layers = [(layer.data_ptr(), layer.stride(0) * layer.element_size()) for layer in kv.layers]
-        self._sizes = (kv.layout.page_nbytes, kv.layout.num_pages)
+        self._leaf = describe_tensor(self._objects.dtype, self._objects.shape)
+        ours = self._leaf({})  # every page's is the same, but for what is between these two
+        self._head, self._foot = ours[:-2], ours[-1:]
+        self._page_size = self._objects.group.page_size
         self.stats = PoolKVStats()
 
     # --- names ---
@@ -79,7 +86,7 @@ class PoolKV:
     ) -> list[bytes]:
         """Hashes of the full pages of ``token_ids``, in order."""
         root = root_hash(model=self.namespace, fingerprint=self._fingerprint, cache_salt=cache_salt)
-        return page_hashes(root, token_ids, self._kv.layout.page_size, algorithm)
+        return page_hashes(root, token_ids, self._page_size, algorithm)
 
     def page_keys(self, token_ids: Sequence[int], *, cache_salt: str = "") -> list[str]:
         """Keys of the full pages of ``token_ids``, in order."""
@@ -113,19 +120,17 @@ class PoolKV:
         """
         from torch_mooncake import _core
 
-        if len(pages) < len(hashes):
-            raise InvalidArgument(f"{len(hashes)} hashes, but {len(pages)} pages")
+        keys, ids = self._keys(hashes), self._ids(hashes, pages)
         if not hashes:
             return 0
         started = time.perf_counter()
         deadline = deadline_ns(timeout)
-        keys, ids = self._keys(hashes), self._kv.layout.page_ids(pages[: len(hashes)]).tolist()
         client = self._pool()._client(deadline)
         objects: list[Any] = []
         for _ in range(2):  # what was evicted since it was located may be there again
             found = self._locate(client, keys, len(objects), deadline)
             here = ids[len(objects) : len(objects) + len(found)]
-            count = _core.read_pages(client, found, self._layers, *self._sizes, here, deadline) if found else 0
+            count = _core.read_pages(client, found, self._objects.memory, here, deadline) if found else 0
             objects += found[:count]
             if count == len(found):
                 break
@@ -136,6 +141,57 @@ class PoolKV:
         self.stats.pages_loaded += count
         self.stats.bytes_loaded += count * self.page_nbytes
         return count
+
+    def load(self, hashes: Sequence[PageHash], pages: Sequence[int], *, timeout: float | None = 30) -> PrefixLoad:
+        """Begins to load the longest leading run of ``hashes`` that the pool has into the cache's ``pages``. Returns
+        when its length (``hits``) is known; layers come in their order while the caller computes.
+
+            with pool_kv.load(hashes, pages) as load:
+                for layer in range(layers):
+                    load.wait_layer(layer)
+                    …compute the tokens behind the load.hits pages…
+
+        What is loaded is not evicted until the load has ended; pins of these keys (``match_prefix``) end then too. Of
+        ``pages`` those beyond ``hits`` are not touched. Raises what ``get_pages`` does before a byte moves, and
+        InvalidArgument when a page is named twice.
+        """
+        from torch_mooncake import _core
+
+        keys, ids = self._keys(hashes), self._ids(hashes, pages)
+        if len(set(ids)) != len(ids):
+            raise InvalidArgument(f"a page is named twice: {ids}")
+        deadline = deadline_ns(timeout)
+        client = self._pool()._client(deadline)
+        pin_s = min(_PIN_MOST_S, _PIN_MOST_S if timeout is None else timeout)
+        keys = keys[: _core.match_prefix(client, keys, int(1000 * pin_s), deadline)] if keys else []
+        try:
+            objects = self._locate(client, keys, 0, deadline) if keys else []
+        except Error:
+            self._refresh(_core.refresh_keys, client, keys, True, deadline_ns(_BOOKKEEPING_S))
+            raise
+        return PrefixLoad(self, client, keys, objects, ids, deadline)
+
+    def store(
+        self,
+        hashes: Sequence[PageHash],
+        pages: Sequence[int],
+        *,
+        parent: PageHash | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout: float | None = 30,
+        then: Callable[[PrefixStore], object] | None = None,
+    ) -> PrefixStore:
+        """``put_pages`` that returns at once. The pages are read until it has ended: their content has to stay, and
+        they must not be given away before. ``then`` is called with the handle when it has, however it ended, on a
+        thread of the library: the place to free them. Wrong arguments raise here."""
+        self._check_put(hashes, pages, token_ids)
+        deadline = deadline_ns(timeout)
+
+        def put() -> int:
+            left = None if timeout is None else seconds_left(deadline)
+            return self.put_pages(hashes, pages, parent=parent, token_ids=token_ids, timeout=left)
+
+        return PrefixStore(put, pages[: len(hashes)], deadline, then)
 
     def put_pages(
         self,
@@ -154,11 +210,7 @@ class PoolKV:
         """
         from torch_mooncake import _core
 
-        size = self._kv.layout.page_size
-        if len(pages) < len(hashes):
-            raise InvalidArgument(f"{len(hashes)} hashes, but {len(pages)} pages")
-        if token_ids is not None and len(token_ids) < len(hashes) * size:
-            raise InvalidArgument(f"{len(hashes)} pages of {size} tokens, but {len(token_ids)} tokens")
+        ids = self._check_put(hashes, pages, token_ids)
         if not hashes:
             return 0
         started = time.perf_counter()
@@ -167,7 +219,6 @@ class PoolKV:
         chain = keys if parent is None else [self.key(parent), *keys]
         # What comes before must not go while this is written.
         pin_ms = int(1000 * min(_PIN_S, _PIN_S if timeout is None else timeout))
-        ids = self._kv.layout.page_ids(pages[: len(hashes)]).tolist()
         there = max(0, _core.match_prefix(client, chain, pin_ms, deadline) - (len(chain) - len(keys)))
         try:
             present = [True] * there + client.exists(keys[there:], deadline)
@@ -179,8 +230,7 @@ class PoolKV:
                 client,
                 [keys[index] for index in absent],
                 metas,
-                self._layers,
-                *self._sizes,
+                self._objects.memory,
                 [ids[index] for index in absent],
                 deadline,
             )
@@ -212,7 +262,7 @@ class PoolKV:
     @property
     def page_nbytes(self) -> int:
         """Of one page, all layers."""
-        return len(self._layers) * self._kv.layout.page_nbytes
+        return self._objects.nbytes
 
     # --- inside ---
 
@@ -226,11 +276,25 @@ class PoolKV:
     def _pool(self) -> Pool:
         return context.default() if isinstance(self._given, ModuleType) else self._given
 
+    def _ids(self, hashes: Sequence[PageHash], pages: Sequence[int]) -> list[int]:
+        """The pages of ``hashes``; OutOfBounds names one that does not exist."""
+        if len(pages) < len(hashes):
+            raise InvalidArgument(f"{len(hashes)} hashes, but {len(pages)} pages")
+        return checked_ids(pages[: len(hashes)], self._objects.group.num_pages).tolist()
+
+    def _check_put(
+        self, hashes: Sequence[PageHash], pages: Sequence[int], token_ids: Sequence[int] | None
+    ) -> list[int]:
+        size = self._page_size
+        if token_ids is not None and len(token_ids) < len(hashes) * size:
+            raise InvalidArgument(f"{len(hashes)} pages of {size} tokens, but {len(token_ids)} tokens")
+        return self._ids(hashes, pages)
+
     def _keys(self, hashes: Sequence[PageHash]) -> list[str]:
         return [self.key(page_hash) for page_hash in hashes]
 
     def _metas(self, chain: list[str], first: int, absent: list[int], token_ids: Sequence[int] | None) -> list[bytes]:
-        size = self._kv.layout.page_size
+        size = self._page_size
         tokens = None if token_ids is None else np.asarray(token_ids, dtype="<i8")
         out = []
         for index in absent:
@@ -255,13 +319,33 @@ class PoolKV:
             found.append(item)
         return found
 
+    def _locate_again(self, client: Any, keys: list[str], deadline: int) -> list[Any]:
+        """The objects of keys, or why not, one by one."""
+        out = client.locate_many(keys, deadline)
+        for key, item in zip(keys, out, strict=True):
+            if not isinstance(item, Exception):
+                self._check(key, item, None)
+        return out
+
     def _check(self, key: str, found: Any, before: str | None) -> None:
         """That the object is a page of this layout, and follows ``before``."""
+        page = self._quick_meta(found.meta) or self._checked_meta(key, found)
+        if before is not None and page is not None and page.parent not in (None, before.rpartition("/")[2]):
+            raise Corrupt(f"{key} says that it follows page {page.parent}, not {before}")
+
+    def _quick_meta(self, meta: bytes) -> PageMeta | None:
+        """What an object says of its page, if it is described as ours are; None: look closer."""
+        if not meta.startswith(self._head) or not meta.endswith(self._foot):
+            return None
+        try:
+            return _page_meta.decode(meta[len(self._head) : -1])
+        except msgspec.MsgspecError:
+            return None
+
+    def _checked_meta(self, key: str, found: Any) -> PageMeta | None:
         described = Decoded(found.meta, found.nbytes, lambda offset, nbytes: b"")
-        root, layer = described.root, self._kv.layers[0]
-        shape, dtype = self._kv.page_shape, str(layer.dtype).removeprefix("torch.")
+        root = described.root
+        shape, dtype = self._objects.shape, str(self._objects.dtype).removeprefix("torch.")
         if not isinstance(root, Tensor) or root.shape != shape or root.dtype != dtype or root.offset != 0:
             raise Corrupt(f"{key} holds {root}, not a page of shape {shape} and dtype {dtype}")
-        meta = page_meta(described.user)
-        if before is not None and meta is not None and meta.parent not in (None, before.rpartition("/")[2]):
-            raise Corrupt(f"{key} says that it follows page {meta.parent}, not {before}")
+        return page_meta(described.user)

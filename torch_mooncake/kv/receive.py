@@ -1,217 +1,232 @@
-"""The decode side of a prefill/decode session: reserves pages, hands out a ticket, hears of each layer."""
+"""The decode side of prefill/decode sessions: reserves pages, hands out tickets, hears of each layer."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from types import TracebackType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch_mooncake.errors import Busy, Cancelled, Closed, DeadlineExceeded, Error, InvalidArgument, PeerLost
+from torch_mooncake.errors import Closed, InvalidArgument
 from torch_mooncake.kv import wire
-from torch_mooncake.kv.layout import PagedKV
+from torch_mooncake.kv.arrivals import UNKNOWN
+from torch_mooncake.kv.cache import PagedKV
+from torch_mooncake.kv.decode import DecodeSession
+from torch_mooncake.kv.fetch import Fetcher
+from torch_mooncake.kv.inbox import Inbox
+from torch_mooncake.kv.layer_runs import LayerRuns
+from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.leases import Leases
+from torch_mooncake.kv.packing import Packer
 from torch_mooncake.kv.pages import PageAllocator
+from torch_mooncake.kv.plan import Feed
+from torch_mooncake.kv.settle import Settler
+from torch_mooncake.kv.staging import Staging
 
 if TYPE_CHECKING:
-    from torch_mooncake.transfer import Engine, Peer
+    from torch_mooncake.transfer import Engine, Peer, Region
 
-_TICK_S = 0.25  # how often deadlines and peers are looked at when nothing arrives
+__all__ = ["DecodeSession", "KVReceiver"]
 
 
 class KVReceiver:
-    """Receives pages into `kv` through `engine`, whose notifications it takes (one receiver an engine).
+    """Receives pages into `kv` through `engine`, whose notifications it takes. This process is tensor-parallel rank
+    `tp_rank` of `tp_size`, and `kv` holds that rank's heads. `allocator`: one, or one for each group of the layout.
+    Packed pages pass through `staging_nbytes` of memory, made on first use.
 
-    One thread sleeps on the engine's notifications and, four times a second, ends sessions whose deadline has passed
-    or whose peer is gone, so that every session ends even if nobody waits for it. Thread safety: all methods.
+    Sessions whose deadline has passed or whose peer is gone are ended even if nobody waits for them. Thread safety: all
+    methods.
     """
 
-    def __init__(self, engine: Engine, kv: PagedKV, allocator: PageAllocator) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        kv: PagedKV,
+        allocator: PageAllocator | Sequence[PageAllocator],
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        staging_nbytes: int = 64 << 20,
+    ) -> None:
+        if not 0 <= tp_rank < tp_size:
+            raise InvalidArgument(f"tp_rank {tp_rank} is not in 0..{tp_size - 1}")
         self.engine = engine
         self.kv = kv
-        self.allocator = allocator
-        self.stray_notes = 0  # of sessions that have ended
-        self._sessions: dict[bytes, DecodeSession] = {}
+        self.allocators = [allocator] if isinstance(allocator, PageAllocator) else list(allocator)
+        if len(self.allocators) != len(kv.layout.groups):
+            raise InvalidArgument(f"{len(self.allocators)} allocators for {len(kv.layout.groups)} groups of pages")
+        for one, group in zip(self.allocators, kv.layout.groups, strict=True):
+            if one.num_pages > group.num_pages:
+                raise InvalidArgument(f"an allocator of {one.num_pages} pages for {group.num_pages}")
+        self.place = wire.Place(tp_rank, tp_size)
+        self.layout_key = wire.pack_layout(kv.layout.to_dict())
+        self.inbox = Inbox.of(engine)
+        self.leases = Leases(engine, lambda: kv.register(engine, writable=True, label="decode KV pages"))
+        self.settler = Settler("tm-kv-settle")
+        self.fetcher = Fetcher()
+        self.packer = Packer(kv)
+        self.staging_nbytes = staging_nbytes
+        self._scratch: Staging | None = None
+        self._regions: list[Region] = []
+        self._layouts: dict[bytes, PagedKVLayout] = {}
+        self._runs: dict[tuple[Any, ...], LayerRuns] = {}
+        self._sessions: set[DecodeSession] = set()
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="tm-kv-receiver", daemon=True)
-        self._thread.start()
+        self._closed = False
 
-    def open(self, num_pages: int, *, timeout: float = 30, peer: Peer | None = None) -> DecodeSession:
-        """Reserves `num_pages` (PoolFull if there are not so many) for one prompt. With `peer`, the prefill engine,
-        the session fails with PeerLost as soon as that engine is gone rather than at the deadline."""
-        if self._closing.is_set():
-            raise Closed("this receiver is closed")
-        session = DecodeSession(self, self.allocator.take(num_pages), time.monotonic() + timeout, peer)
+    @property
+    def allocator(self) -> PageAllocator:
+        """Of the first group."""
+        return self.allocators[0]
+
+    @property
+    def stray_notes(self) -> int:
+        """Notes to this engine of sessions that have ended, or never were."""
+        return self.inbox.strays
+
+    @property
+    def sessions(self) -> list[DecodeSession]:
+        """Those that have not ended."""
         with self._lock:
-            self._sessions[session.id] = session
+            return list(self._sessions)
+
+    def open(
+        self,
+        num_pages: int | Sequence[int],
+        *,
+        prompt_pages: int | Sequence[int] | None = None,
+        timeout: float = 30,
+        peer: Peer | Sequence[Peer] | None = None,
+        wire: str = "auto",
+        keep_pages: bool = False,
+    ) -> DecodeSession:
+        """Reserves `num_pages` (of each group; PoolFull if there are not so many) for one prompt, to be pushed by
+        whoever gets its ticket; every prefill rank gets the same one.
+
+        `prompt_pages`: how many of them the prompt fills; the rest is room for the answer and does not count. None: the
+        prefill side says so when it is done, and until then a layer counts once every source has pushed of it.
+        `peer`: the prefill engines, if they are known already: the session fails with PeerLost as soon as one of them
+        is gone, also before it has said anything. `wire`: what prefill may use; "packed_fp8" only if it is given here.
+        `keep_pages`: when the session fails, pages that have arrived whole stay taken (`kept_pages`).
+        """
+        counts, prompts = self._counts(num_pages, prompt_pages)
+        peers = [] if peer is None else list(peer) if isinstance(peer, Sequence) else [peer]
+        session = DecodeSession(self, counts, prompts, time.monotonic() + timeout, wire, keep_pages)
+        session._open(peers)
+        return session
+
+    def pull(
+        self,
+        tickets: bytes | Sequence[bytes],
+        num_pages: int | Sequence[int],
+        *,
+        prompt_pages: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+        wire: str = "auto",
+        keep_pages: bool = False,
+    ) -> DecodeSession:
+        """Takes the tickets of all prefill ranks (`KVSender.offer`; those that have nothing for us are not asked),
+        reserves pages as `open` does, and reads what they offer as it is offered. Raises LayoutMismatch naming every
+        difference, InvalidArgument when a rank's ticket is wanting, KeyNotFound when an offer is over."""
+        counts, prompts = self._counts(num_pages, prompt_pages)
+        messages = [_offered(data) for data in ([tickets] if isinstance(tickets, bytes) else tickets)]
+        if not messages:
+            raise InvalidArgument("no ticket")
+        allowed = min(message.timeout_s for message in messages)
+        deadline = time.monotonic() + (allowed if timeout is None else min(timeout, allowed))
+        session = DecodeSession(self, counts, prompts, deadline, wire, keep_pages)
+        session._pull(messages)
         return session
 
     def close(self) -> None:
-        """Ends all sessions as closed and stops the thread. The engine stays its owner's."""
-        self._closing.set()
-        self._thread.join()
-        for session in self._snapshot():
-            session._end(Closed("the receiver was closed"))
-
-    def _listen(self) -> None:
-        while not self._closing.is_set():
-            try:
-                note = wire.decode_note(self.engine.next_notification(timeout=_TICK_S).data)
-            except DeadlineExceeded:
-                note = None
-            except Closed:
-                for session in self._snapshot():
-                    session._end(Closed("the engine was closed"))
-                return
-            if note is not None:
-                with self._lock:
-                    target = self._sessions.get(note.session)
-                if target is None:
-                    self.stray_notes += 1
-                else:
-                    target._hear(note)
-            for session in self._snapshot():
-                session._check()
-
-    def _snapshot(self) -> list[DecodeSession]:
+        """Ends all sessions as closed and stops the threads. The engine stays its owner's."""
         with self._lock:
-            return list(self._sessions.values())
+            if self._closed:
+                return
+            self._closed = True
+        for session in self.sessions:
+            session._end(Closed("the receiver was closed"))
+        self.fetcher.close()
+        self.settler.close()
+        self.leases.close()
+        self.inbox.release()
+        for region in [*self._regions, *([] if self._scratch is None else [self._scratch.region])]:
+            try:
+                self.engine.deregister(region)  # nobody but us has ever used it
+            except Closed:
+                pass
+        self._regions, self._scratch = [], None
+
+    @property
+    def own_regions(self) -> int:
+        """Regions that stay registered between sessions: those that wait for one, the cache for pulls, memory for
+        packed pages."""
+        return len(self._regions) + (self._scratch is not None) + self.leases.idle * len(self.kv.storages)
+
+    # ---- for the sessions
+
+    def _counts(
+        self, num_pages: int | Sequence[int], prompt_pages: int | Sequence[int] | None
+    ) -> tuple[list[int], list[int]]:
+        counts = [num_pages] if isinstance(num_pages, int) else list(num_pages)
+        if prompt_pages is None:
+            prompts = [UNKNOWN] * len(counts)
+        else:
+            prompts = [prompt_pages] if isinstance(prompt_pages, int) else list(prompt_pages)
+        if len(counts) != len(self.allocators) or len(prompts) != len(counts):
+            raise InvalidArgument(f"pages {num_pages} and {prompt_pages} for {len(self.allocators)} groups")
+        for count, prompt in zip(counts, prompts, strict=True):
+            if prompt != UNKNOWN and not 0 <= prompt <= count:
+                raise InvalidArgument(f"a prompt of {prompt} pages in {count} reserved ones")
+        return counts, prompts
+
+    def _add(self, session: DecodeSession) -> None:
+        with self._lock:
+            if self._closed:
+                raise Closed("this receiver is closed")
+            self._sessions.add(session)
 
     def _forget(self, session: DecodeSession) -> None:
         with self._lock:
-            self._sessions.pop(session.id, None)
+            self._sessions.discard(session)
 
+    def layout_of(self, data: bytes) -> PagedKVLayout:
+        """A layout that travelled; kept, since every note of a prefill side has the same."""
+        with self._lock:
+            layout = self._layouts.get(data)
+        if layout is None:
+            layout = PagedKVLayout.from_dict(wire.unpack_layout(data))
+            with self._lock:
+                self._layouts[data] = layout
+        return layout
 
-class DecodeSession:
-    """Pages on their way to us. Made by `KVReceiver.open`. All methods may be called from any thread.
-
-    It ends once: done, failed, timed out or cancelled. At the end its own registration of the cache is withdrawn, so
-    nothing of it can land any more; when it failed the pages go back to the allocator, and when even that withdrawal
-    is not confirmed (Busy) they are quarantined. When it is done the pages belong to the caller, who frees them.
-    """
-
-    def __init__(self, receiver: KVReceiver, pages: list[int], deadline: float, peer: Peer | None) -> None:
-        self.id = os.urandom(16)
-        self.pages = pages
-        self.deadline = deadline
-        self._receiver = receiver
-        self._peer = peer
-        self._changed = threading.Condition()
-        self._layers: set[int] = set()
-        self._meta: dict[str, Any] | None = None
-        self._error: Error | None = None
-        self._ended = False
-        self._settled = False
-        try:
-            # A registration of its own: withdrawing it fences this session and no other.
-            self._regions = receiver.kv.register(receiver.engine, writable=True, label="decode KV pages")
-        except BaseException:
-            receiver.allocator.free(pages)
-            raise
-
-    def ticket(self) -> bytes:
-        """What the prefill side needs; carry it over any channel. No secret."""
-        return wire.encode(
-            wire.Ticket(
-                version=wire.VERSION,
-                session=self.id,
-                addresses=list(self._receiver.engine.addresses),
-                layout=self._receiver.kv.layout.to_dict(),
-                regions=[region.descriptor() for region in self._regions],
-                pages=self.pages,
-                timeout_s=max(0.0, self.deadline - time.monotonic()),
-            )
-        )
-
-    def wait_layer(self, layer: int) -> None:
-        """Returns when every page of `layer` is in place; raises the session's error if it ends before that."""
-        if not 0 <= layer < self._receiver.kv.layout.num_layers:
-            raise InvalidArgument(f"layer {layer} is not in 0..{self._receiver.kv.layout.num_layers - 1}")
-        self._wait(lambda: layer in self._layers)
-
-    def wait(self) -> dict[str, Any]:
-        """Returns the prefill side's `meta` when everything is in place and the pages are ours alone; raises what
-        ended the session otherwise: PeerLost, DeadlineExceeded, Cancelled, Closed or the prefill side's error."""
-        self._wait(lambda: self._settled and self._meta is not None)
-        assert self._meta is not None
-        return self._meta
-
-    def cancel(self) -> None:
-        """Ends the session now, if it has not ended, and returns when it is settled: `state` is final then."""
-        self._end(Cancelled("the session was cancelled"))
-        with self._changed:
-            self._changed.wait_for(lambda: self._settled)
+    def runs_with(self, key: bytes, theirs: PagedKVLayout, group: int, feed: Feed) -> LayerRuns:
+        where = (key, group, feed.source_heads, feed.sink_heads)
+        found = self._runs.get(where)
+        if found is None:
+            found = self._runs[where] = LayerRuns(self.kv.layout, theirs, group, feed.sink_heads, feed.source_heads)
+        return found
 
     @property
-    def state(self) -> str:
-        """ "pending", "done", "cancelled", "timeout" or "failed"."""
-        with self._changed:
-            if not self._settled:
-                return "pending"
-            if self._error is None:
-                return "done"
-        return {Cancelled: "cancelled", DeadlineExceeded: "timeout"}.get(type(self._error), "failed")
+    def regions(self) -> list[Region]:
+        """The cache, for our own reads into it."""
+        with self._lock:
+            if not self._regions:
+                self._regions = self.kv.register(self.engine, writable=False, label="decode KV cache")
+            return self._regions
 
-    def _wait(self, reached: Any) -> None:
-        while True:
-            with self._changed:
-                if self._settled and self._error is not None:
-                    raise self._error
-                if reached():
-                    return
-                self._changed.wait(_TICK_S)
-            self._check()
+    @property
+    def scratch(self) -> Staging:
+        """Where packed pages land before they are unpacked."""
+        with self._lock:
+            if self._scratch is None:
+                label = "fetched KV pages"
+                self._scratch = Staging(self.engine, self.staging_nbytes, self.packer.device, label=label)
+            return self._scratch
 
-    def _hear(self, note: wire.Note) -> None:
-        if note.kind == "failed":
-            self._end(wire.rebuild_error(note))
-            return
-        with self._changed:
-            if note.kind == "layer":
-                self._layers.add(note.layer)
-            elif note.kind == "done":
-                self._meta = note.meta
-            complete = self._meta is not None and len(self._layers) == self._receiver.kv.layout.num_layers
-            self._changed.notify_all()
-        if complete:
-            self._end(None)
 
-    def _check(self) -> None:
-        """Ends the session if its time is up or its peer is gone. A caller who finds it ended but not settled waits
-        for the one who is settling it."""
-        if time.monotonic() >= self.deadline:
-            self._end(DeadlineExceeded(f"{len(self._layers)} of the prompt's layers arrived before the deadline"))
-        elif self._peer is not None and not self._peer.alive:
-            self._end(PeerLost("the prefill engine is gone"))
-
-    def _end(self, error: Error | None) -> None:
-        with self._changed:
-            if self._ended:
-                return
-            self._ended = True
-            self._error = error
-        quiet = True
-        for region in self._regions:
-            try:
-                self._receiver.engine.deregister(region, timeout=2)
-            except Busy as busy:
-                quiet = False
-                error = error or busy
-            except Closed:  # the engine is gone, and all access with it
-                pass
-        if error is not None:
-            (self._receiver.allocator.free if quiet else self._receiver.allocator.quarantine)(self.pages)
-        self._receiver._forget(self)
-        with self._changed:
-            self._error = error
-            self._settled = True
-            self._changed.notify_all()
-
-    def __enter__(self) -> DecodeSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
+def _offered(data: bytes) -> wire.Ticket:
+    ticket = wire.decode_ticket(data)
+    if ticket.mode != "pull":
+        raise InvalidArgument("that ticket was made by a decode side, to be pushed to")
+    return ticket

@@ -1,193 +1,174 @@
-"""The prefill side of a prefill/decode session: pushes pages into a decode cache, layer by layer."""
+"""The prefill side of prefill/decode sessions: pushes pages into decode caches, or offers them, layer by layer."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_mooncake.errors import Closed, DeadlineExceeded, Error, InvalidArgument, LayoutMismatch
+from torch_mooncake.errors import Closed, InvalidArgument
 from torch_mooncake.kv import wire
-from torch_mooncake.kv.layout import PagedKV, PagedKVLayout
+from torch_mooncake.kv.cache import PagedKV
+from torch_mooncake.kv.inbox import Inbox
+from torch_mooncake.kv.layer_runs import LayerRuns
+from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.packing import Packer
+from torch_mooncake.kv.plan import Feed
+from torch_mooncake.kv.prefill import Event, PrefillSession, PushResult
+from torch_mooncake.kv.settle import Settler
+from torch_mooncake.kv.staging import Staging
+from torch_mooncake.kv.target import Target
 
 if TYPE_CHECKING:
-    from torch_mooncake.transfer import Engine, Op, Peer, Region, RemoteRegion
+    from torch_mooncake.transfer import Engine
 
-
-@dataclass(frozen=True)
-class PushResult:
-    """What a session moved. `exposed_s` is the time the caller spent in `push_layer` and `finish`: transfer that ran
-    while the caller computed is not in it."""
-
-    nbytes: int
-    exposed_s: float
-    transport: str
+__all__ = ["Event", "KVSender", "PrefillSession", "PushResult"]
 
 
 class KVSender:
-    """Pushes pages of `kv` through `engine`. Keeps the cache registered and one connection a decode engine.
+    """Sends pages of `kv` through `engine`, whose notifications it takes. Keeps the cache registered and one connection
+    a decode engine. This process is tensor-parallel rank `tp_rank` of `tp_size`, and `kv` holds that rank's heads.
+    Packed pages wait to be fetched in `staging_nbytes` of memory, made on first use.
 
-    Thread safety: `open` may be called from any thread. `close` deregisters; the engine stays its owner's.
-    """
-
-    def __init__(self, engine: Engine, kv: PagedKV) -> None:
-        self.engine = engine
-        self.kv = kv
-        self.regions = kv.register(engine, writable=False, label="prefill KV cache")
-        self._peers: dict[str, Peer] = {}
-        self._lock = threading.Lock()
-
-    def open(self, ticket: bytes, *, timeout: float | None = None) -> PrefillSession:
-        """Takes a decode side's ticket. Raises LayoutMismatch naming every difference of the two caches, PeerLost or
-        DeadlineExceeded when the decode engine cannot be reached. `timeout` (s) shortens the ticket's own."""
-        message = wire.decode_ticket(ticket)
-        layout = PagedKVLayout.from_dict(message.layout)
-        if differences := self.kv.layout.differences(layout):
-            raise LayoutMismatch("the decode cache differs: " + "; ".join(differences))
-        allowed = message.timeout_s if timeout is None else min(timeout, message.timeout_s)
-        deadline = time.monotonic() + allowed
-        peer = self._connect(message.addresses, deadline)
-        remotes = [peer.open(descriptor, timeout=_left(deadline)) for descriptor in message.regions]
-        return PrefillSession(self, message, layout, remotes, deadline)
-
-    def _connect(self, addresses: Sequence[str], deadline: float) -> Peer:
-        if not addresses:
-            raise InvalidArgument("the ticket names no address: the decode engine does not listen")
-        address = addresses[0]
-        with self._lock:
-            peer = self._peers.get(address)
-            if peer is None or not peer.alive:
-                peer = self._peers[address] = self.engine.connect(address, timeout=_left(deadline))
-            return peer
-
-    def close(self, timeout: float = 10) -> None:
-        """Raises Busy when a peer may still be reading (the regions stay registered)."""
-        for region in self.regions:
-            self.engine.deregister(region, timeout=timeout)
-        self.regions = []
-        with self._lock:
-            for peer in self._peers.values():
-                peer.close()
-            self._peers.clear()
-
-
-class PrefillSession:
-    """One prompt's pages on their way. Made by `KVSender.open`; used by one thread.
-
-    Ends once, by `finish` or `abort`; leaving the `with` block without `finish` aborts. After the end no byte of it
-    lands any more and the local pages may be reused.
+    Thread safety: `open` and `offer` may be called from any thread. `close` deregisters; the engine stays its owner's.
     """
 
     def __init__(
-        self,
-        sender: KVSender,
-        ticket: wire.Ticket,
-        layout: PagedKVLayout,
-        remotes: list[RemoteRegion],
-        deadline: float,
+        self, engine: Engine, kv: PagedKV, *, tp_rank: int = 0, tp_size: int = 1, staging_nbytes: int = 64 << 20
     ) -> None:
-        self.id = ticket.session
-        self.deadline = deadline
-        self.remote_pages = ticket.pages
-        self._sender = sender
-        self._layout = layout
-        self._remotes = remotes
-        self._ops: list[Op] = []
-        self._exposed_s = 0.0
-        self._ended = False
+        if not 0 <= tp_rank < tp_size:
+            raise InvalidArgument(f"tp_rank {tp_rank} is not in 0..{tp_size - 1}")
+        self.engine = engine
+        self.kv = kv
+        self.place = wire.Place(tp_rank, tp_size)
+        self.regions = kv.register(engine, writable=False, label="prefill KV cache")
+        self.inbox = Inbox.of(engine)
+        self.layout_key = wire.pack_layout(kv.layout.to_dict())
+        self.group_of = {
+            layer: (index, group.num_pages) for index, group in enumerate(kv.layout.groups) for layer in group.layer_ids
+        }
+        self.settler = Settler("tm-kv-settle")
+        self.sessions: set[PrefillSession] = set()  # those that have not ended
+        self.packer = Packer(kv)
+        self.staging_nbytes = staging_nbytes
+        self.slots = Staging(engine, 64 << 10, torch.device("cpu"), label="KV sessions' slots")  # read from tables
+        self.hungry: set[Target] = set()  # those that wait for staging memory
+        self._staging: Staging | None = None
+        self._layouts: dict[bytes, PagedKVLayout] = {}
+        self._runs: dict[tuple[Any, ...], LayerRuns] = {}
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._closed = False
 
-    def push_layer(self, layer: int, pages: Sequence[int] | torch.Tensor, *, start: int = 0) -> None:
-        """Posts local `pages` of one layer to the decode side's pages `start`, `start` + 1, …; the decode side hears
-        of the layer when its bytes are in place. Returns at once; the pages must keep their content until the end."""
-        self._check_open()
-        began = time.perf_counter()
-        ours = self._sender.kv.layout
-        if not 0 <= layer < ours.num_layers:
-            raise InvalidArgument(f"layer {layer} is not in 0..{ours.num_layers - 1}")
-        local_ids = ours.page_ids(pages)
-        if start < 0 or start + len(local_ids) > len(self.remote_pages):
-            raise InvalidArgument(
-                f"{len(local_ids)} pages from {start} do not fit the {len(self.remote_pages)} reserved pages"
-            )
-        remote_ids = self._layout.page_ids(self.remote_pages[start : start + len(local_ids)])
-        region, remote = self._side(layer)
-        note = wire.encode(wire.Note(self.id, "layer", layer))
-        if len(local_ids):
-            op = self._sender.engine.write(
-                region,
-                remote,
-                local_offsets=ours.offsets(layer, local_ids),
-                remote_offsets=self._layout.offsets(layer, remote_ids),
-                nbytes=ours.page_nbytes,
-                timeout=_left(self.deadline),
-                notify=note,
-            )
-        else:
-            op = self._sender.engine.write(region[0:0], remote[0:0], timeout=_left(self.deadline), notify=note)
-        self._ops.append(op)
-        self._exposed_s += time.perf_counter() - began
+    def open(
+        self, tickets: bytes | Sequence[bytes], *, timeout: float | None = None, wire: str = "auto"
+    ) -> PrefillSession:
+        """Takes the ticket of a decode side, or those of all its tensor-parallel ranks: each gets the heads of ours
+        that it holds. Raises LayoutMismatch naming every difference of the two caches, PeerLost or DeadlineExceeded
+        when a decode engine cannot be reached, KeyNotFound when its session is over. The decode sides that can be told
+        are.
 
-    def finish(self, meta: dict[str, Any] | None = None) -> PushResult:
-        """Waits until every byte is in place, then tells the decode side, with `meta` (msgpack's types). Raises the
-        first failed op's error after telling the decode side of it."""
-        self._check_open()
-        began = time.perf_counter()
-        try:
-            for op in self._ops:
-                op.wait(_left(self.deadline))
-            self._send(wire.Note(self.id, "done", meta=meta or {}))
-        except Error as error:
-            self.abort(error)
-            raise
-        self._ended = True
-        transport = self._ops[-1].transport if self._ops else self._remotes[0].transport
-        nbytes = sum(op.nbytes for op in self._ops)
-        return PushResult(nbytes, self._exposed_s + time.perf_counter() - began, transport)
+        `timeout` (s) shortens the tickets' own. `wire`: "direct" (each run of bytes to its place), "packed" (packed,
+        sent, unpacked), "packed_fp8" (the same as float8, only if the ticket asks for it, too) or "auto".
+        """
+        messages = [_pushed(data) for data in ([tickets] if isinstance(tickets, bytes) else tickets)]
+        if not messages:
+            raise InvalidArgument("no ticket")
+        allowed = min(message.timeout_s for message in messages)
+        deadline = time.monotonic() + (allowed if timeout is None else min(timeout, allowed))
+        session = PrefillSession(self, deadline, wire, pulled=False)
+        session._open(messages)
+        return session
 
-    def abort(self, error: BaseException) -> None:
-        """Cancels what is under way and tells the decode side why, if it can be reached. Never raises for a peer that
-        is gone: its own deadline and session end tell it."""
-        if self._ended:
+    def offer(self, *, timeout: float = 30, wire: str = "auto") -> PrefillSession:
+        """A session that decode pulls: give its `ticket()`, and those of the other prefill ranks, to `KVReceiver.pull`
+        of every decode rank. `push_layer` then says which pages may be read, and `finish` waits until every decode rank
+        that our heads go to has them; the pages must keep their content until then. `wire` as in `open`."""
+        session = PrefillSession(self, time.monotonic() + timeout, wire, pulled=True)
+        session._offer()
+        return session
+
+    def close(self, timeout: float = 10) -> None:
+        """Ends all sessions as closed. Raises Busy when a peer may still be reading (the regions stay registered)."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            for session in list(self.sessions):
+                session.closed(Closed("the sender was closed"))
+            self._jobs.put(None)
+            if self._worker is not None:
+                self._worker.join()
+            self.settler.close()
+            self.inbox.release()
+        own = [staging.region for staging in (self._staging, self.slots) if staging is not None] if first else []
+        for region in [*own, *self.regions]:
+            self.engine.deregister(region, timeout=timeout)
+        self.regions, self._staging = [], None
+
+    # ---- for the sessions
+
+    def layout_of(self, data: bytes) -> PagedKVLayout:
+        """A layout that travelled; kept, since every ticket of a decode side has the same."""
+        with self._lock:
+            layout = self._layouts.get(data)
+        if layout is None:
+            layout = PagedKVLayout.from_dict(wire.unpack_layout(data))
+            with self._lock:
+                self._layouts[data] = layout
+        return layout
+
+    def runs_with(self, key: bytes, theirs: PagedKVLayout, group: int, feed: Feed) -> LayerRuns:
+        where = (key, group, feed.source_heads, feed.sink_heads)
+        found = self._runs.get(where)
+        if found is None:
+            found = self._runs[where] = LayerRuns(self.kv.layout, theirs, group, feed.source_heads, feed.sink_heads)
+        return found
+
+    def cannot_pack(self) -> str:
+        """Why the decode side could not fetch packed pages from here, or ""."""
+        return "" if self.engine.addresses else "the prefill engine does not listen"
+
+    @property
+    def staging(self) -> Staging:
+        with self._lock:
+            if self._staging is None:
+                self._staging = Staging(self.engine, self.staging_nbytes, self.packer.device, label="packed KV pages")
+            return self._staging
+
+    def give_back(self, offset: int) -> None:
+        """A piece of staging memory is free: those that wait for some get their turn."""
+        if self._staging is None:
             return
-        self._ended = True
-        for op in self._ops:
-            op.cancel()
-        for op in self._ops:
-            with suppress(Error):  # each ends with its own error; `error` is the one that counts
-                op.wait(5)
-        with suppress(Error):
-            self._send(wire.Note(self.id, "failed", error=type(error).__name__, message=str(error)), timeout=2)
+        self._staging.give_back(offset)
+        if self.hungry:
+            self.run(self._feed)
 
-    def _send(self, note: wire.Note, timeout: float | None = None) -> None:
-        region, remote = self._side(0)
-        limit = _left(self.deadline) if timeout is None else timeout
-        self._sender.engine.write(region[0:0], remote[0:0], timeout=limit, notify=wire.encode(note)).wait(limit)
+    def _feed(self) -> None:
+        hungry, self.hungry = self.hungry, set()
+        for target in hungry:
+            target.pump_safely()
 
-    def _side(self, layer: int) -> tuple[Region, RemoteRegion]:
-        ours = self._sender.kv.layout.storage_index[layer]
-        return self._sender.regions[ours], self._remotes[self._layout.storage_index[layer]]
+    def run(self, job: Callable[[], None]) -> None:
+        """On the sender's own thread, in turn: what has to wait for an event, or takes its time. A sender that is
+        closed has ended its sessions, and runs nothing more of them."""
+        with self._lock:
+            if self._worker is None and not self._closed:
+                self._worker = threading.Thread(target=self._work, name="tm-kv-send", daemon=True)
+                self._worker.start()
+        self._jobs.put(job)
 
-    def _check_open(self) -> None:
-        if self._ended:
-            raise Closed("this prefill session has ended")
-
-    def __enter__(self) -> PrefillSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort(error or InvalidArgument("left without finish()"))
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("the session's deadline has passed")
-    return left
+def _pushed(data: bytes) -> wire.Ticket:
+    ticket = wire.decode_ticket(data)
+    if ticket.mode != "push":
+        raise InvalidArgument("that ticket was made by a prefill side, to be pulled from")
+    return ticket

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 namespace torch_mooncake::kv {
@@ -16,5 +17,14 @@ struct Piece {
 
 // Pieces must not overlap. Non-temporal stores are fenced before the function returns.
 void copy_pieces(std::span<const Piece> pieces, bool non_temporal);
+
+// Rows of whole cache lines whose destinations are aligned to one, by non-temporal stores, unfenced. What lies `ahead`
+// bytes further on at the source is fetched meanwhile: the rows that come next.
+void stream_rows(std::byte* dst, int64_t dst_stride, const std::byte* src, int64_t src_stride, int64_t rows,
+                 int64_t row_nbytes, int64_t ahead);
+void fence();  // behind stream_rows
+
+// Whether this machine has stream_rows.
+bool can_stream_rows();
 
 }  // namespace torch_mooncake::kv

@@ -1,41 +1,65 @@
 // The border between the CPU-only library and the CUDA plug-in, which nvcc compiles and dlopen finds: plain data only.
+// The calls are the CPU's (kv/pages.h, quantize.h, page_hash.h) with device pointers in them, and CudaRun beside them.
 #pragma once
 
 #include <cstdint>
 
+#include "kv/page_hash.h"
 #include "kv/pages.h"
+#include "kv/quantize.h"
 
 namespace torch_mooncake::kv {
 
-struct CudaPageCopy {
-  const PageLayer* layers;  // host array; the pointers in it are device memory
-  int64_t num_layers;
-  PageIds ids;         // on the host or on the device
-  bool ids_on_device;  // then they are checked there, and the call waits for the verdict
-  int64_t num_pages;
-  int64_t page_nbytes;
-  bool scatter;
-  void* workspace;  // device memory, workspace_nbytes() of it, 16-byte aligned, used on `stream` only
-  void* stream;     // cudaStream_t; the copy is queued there and is not waited for
-
-  // A verdict (two words), then the ids if they come from the host, then one bit a page to find duplicates.
-  static constexpr int64_t kVerdictNbytes = 16;
-  int64_t ids_nbytes() const { return ids_on_device ? 0 : (ids.count * (ids.wide ? 8 : 4) + 15) / 16 * 16; }
-  int64_t bitmap_nbytes() const { return ids_on_device && scatter ? (num_pages + 31) / 32 * 4 : 0; }
-  int64_t workspace_nbytes() const { return kVerdictNbytes + ids_nbytes() + bitmap_nbytes(); }
+// Where a call runs. Work is queued on the stream and is not waited for.
+struct CudaRun {
+  void* workspace;         // device memory, as many bytes as the call needs, 16-byte aligned, used on `stream` only
+  void* stream;            // cudaStream_t
+  bool check_ids = false;  // set by cuda_copy_pages()
 };
+
+// TM_CHECK_IDS=1 in the environment when this is first asked: page ids that lie on the device are checked there as the
+// CPU checks its own, for which the host waits. Otherwise nobody looks at them beforehand: the kernels skip ids out of
+// range (neither read nor written), do not wait, and can be captured in a CUDA graph.
+TM_API bool cuda_checks_ids();
+
+// Of a copy: the ids that come from the host, then, if ids are checked, a verdict and one bit a page of dst.
+struct CudaCopyWorkspace {
+  static constexpr int64_t kVerdictNbytes = 16;
+  static int64_t staged_nbytes(const PageIds& ids) {
+    return ids.on_device || ids.data == nullptr ? 0 : (ids.count * (ids.wide ? 8 : 4) + 15) / 16 * 16;
+  }
+  static int64_t bitmap_nbytes(const PageCopy& copy) { return (copy.dst_pages + 127) / 128 * 16; }
+  static int64_t nbytes(const PageCopy& copy) {
+    return staged_nbytes(copy.src_ids) + staged_nbytes(copy.dst_ids) +
+           (cuda_checks_ids() ? kVerdictNbytes + bitmap_nbytes(copy) : 0);
+  }
+};
+
+// Of a hashing: where each prompt's tokens begin, and where its hashes do.
+inline int64_t cuda_workspace_nbytes(const PageHashing& call) { return (call.prompts + 1) * 16; }
 
 struct CudaVerdict {
   Code code = Code::ok;
   char message[256] = "";
 };
 
-// The plug-in's one symbol; the number changes with these structs.
-inline constexpr char kCudaCopyPagesSymbol[] = "torch_mooncake_cuda_copy_pages_1";
-using CudaCopyPagesFn = void(const CudaPageCopy*, CudaVerdict*);
+// What the plug-in has.
+struct CudaKernels {
+  void (*copy_pages)(const PageCopy&, const CudaRun&, CudaVerdict*);
+  void (*quantize_pages)(const PageScaling&, const CudaRun&, CudaVerdict*);
+  void (*dequantize_pages)(const PageScaling&, const CudaRun&, CudaVerdict*);
+  void (*hash_pages)(const PageHashing&, const CudaRun&, CudaVerdict*);
+};
 
-// Checks the host's part, loads the plug-in on first use (beside this library; `unsupported` where it was not built)
-// and queues the copy. The current CUDA device must be the tensors'.
-TM_API Status cuda_copy_pages(const CudaPageCopy& copy);
+// The plug-in's one symbol; the number changes with these structs.
+inline constexpr char kCudaKernelsSymbol[] = "torch_mooncake_cuda_kernels_3";
+using CudaKernelsFn = const CudaKernels*();
+
+// Each checks the host's part as the CPU's twin does, loads the plug-in on first use (beside this library;
+// `unsupported` where it was not built) and queues the work. The current CUDA device must be the tensors'.
+TM_API Status cuda_copy_pages(const PageCopy& copy, const CudaRun& run);
+TM_API Status cuda_quantize_pages(const PageScaling& call, const CudaRun& run);
+TM_API Status cuda_dequantize_pages(const PageScaling& call, const CudaRun& run);
+TM_API Status cuda_hash_pages(const PageHashing& call, const CudaRun& run);
 
 }  // namespace torch_mooncake::kv

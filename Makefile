@@ -14,11 +14,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar on
 NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
-<<<<<<< HEAD
-PYTHON_DIRS = $(wildcard setup.py torch_mooncake integrations tests examples benchmarks)
-=======
-PYTHON_DIRS = $(wildcard setup.py cmake torch_mooncake tests examples benchmarks)
->>>>>>> main
+PYTHON_DIRS = $(wildcard setup.py cmake torch_mooncake integrations tests examples benchmarks)
 FAST := -m "not slow and not gpu and not netns and not network"
 # These use all there is by themselves. Others wait for processes, timers and peers: two files at a time.
 ALONE := tests/build tests/demo tests/distributed

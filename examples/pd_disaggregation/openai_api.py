@@ -30,12 +30,16 @@ class Request:
     model: str
     cache_salt: str = ""
     return_token_ids: bool = False
+    ignore_eos: bool = False
+    colocated: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def parse(body: Any, tokenizer: Any, *, chat: bool, model: str, max_model_tokens: int) -> Request:
-    """Checks a request body and tokenises its prompt. Greedy decoding only: temperature 0 or absent."""
+    """Checks a request body and tokenises its prompt. Greedy decoding only: temperature 0 or absent. Beyond OpenAI's
+    fields: `return_token_ids`; `cache_salt`, whose bearers share pages; `ignore_eos`, exactly `max_tokens` tokens;
+    `colocated`, prompt and answer by one worker."""
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
     for name, default in _ONLY_DEFAULT.items():
@@ -66,6 +70,8 @@ def parse(body: Any, tokenizer: Any, *, chat: bool, model: str, max_model_tokens
         model=model,
         cache_salt=salt,
         return_token_ids=bool(body.get("return_token_ids", False)),
+        ignore_eos=bool(body.get("ignore_eos", False)),
+        colocated=bool(body.get("colocated", False)),
     )
 
 

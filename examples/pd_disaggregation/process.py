@@ -14,12 +14,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, whatever ends it."""
+def die_with_parent(parent: int | None = None) -> None:
+    """The kernel kills this process when the thread that started it ends, whatever ends it. `parent` is its pid;
+    DEMO_PARENT_PID by default."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(1, signal.SIGKILL, 0, 0, 0) != 0:  # PR_SET_PDEATHSIG
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(os.environ.get("DEMO_PARENT_PID", os.getppid())):  # it died before the call
+    parent = parent or int(os.environ.get("DEMO_PARENT_PID", os.getppid()))
+    if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
 

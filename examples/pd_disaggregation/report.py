@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from story import Turn
 
 
+def wide_console() -> Console:
+    """The tables are no use when they wrap."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 125)
+    return console
+
+
 class Steps:
     """A progress bar over named steps; each leaves a line with its time."""
 
@@ -102,7 +109,7 @@ def show_turns(console: Console, turns: list[Turn]) -> None:
 
 
 _CAPTION = (
-    "loaded: from the pool. pushed: to the decode worker; its GB/s are over the time the prefill worker spent on it, "
+    "loaded: from the pool, pushed: to the decode worker; GB/s are over the time the prefill worker waited for it: "
     "what ran beside its computation is free"
 )
 
@@ -118,6 +125,20 @@ def _verdict(turn: Turn) -> str:
 
 def _rate(nbytes: int, seconds: float) -> str:
     return f"{nbytes / seconds / 1e9:.2f}" if nbytes and seconds else "-"
+
+
+def show_load(console: Console, replays: list[dict]) -> None:
+    """`replays` as `Replay.to_dict` gives them."""
+    title = "the same requests, disaggregated and colocated (ms)"
+    table = Table(title=title, title_justify="left")
+    names = ("p50", "p90", "p99")
+    for name in ("mode", *(f"TTFT {p}" for p in names), *(f"TBT {p}" for p in names), "max", "tokens/s", "reused"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for row in replays:
+        cells = [row["ttft_ms"][p] for p in names] + [row["tbt_ms"][p] for p in (*names, "max")] + [row["tokens_per_s"]]
+        reused = f"{row['reused_tokens']} of {row['prompt_tokens']}"
+        table.add_row(row["mode"], *(f"{cell:.0f}" for cell in cells), reused)
+    console.print(table)
 
 
 def show_checks(console: Console, checks: Checks) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import time
 from dataclasses import dataclass
 
 import aiohttp
-import torch
 from checks import Checks, Comparison, compare
 from client import Answer, ask
 from cluster import Cluster
-from model import config_from_json
-from paged_cache import make_cache
+from corruption import copy_pages
 from rich.console import Console
 from rich.markup import escape
-from worker import CONFIG_KEY, PAGE_SIZE, WEIGHTS
-
-import torch_mooncake as tm
-from torch_mooncake.kv import PoolKV
 
 SYSTEM = (
     "You are a patient travel guide who answers in one short sentence. You know the capitals of Europe and their "
@@ -48,35 +39,24 @@ class Turn:
 
 
 class Story:
-    def __init__(self, cluster: Cluster, console: Console, checks: Checks, *, max_tokens: int = 32) -> None:
+    """`serial`: of the weights that the workers hold at its beginning."""
+
+    def __init__(
+        self, cluster: Cluster, console: Console, checks: Checks, *, serial: int, max_tokens: int = 32
+    ) -> None:
         self.cluster = cluster
         self.console = console
         self.checks = checks
         self.max_tokens = max_tokens
         self.turns: list[Turn] = []
         self._step = 0
+        self._serial = serial
 
     @property
     def url(self) -> str:
         return self.cluster.front_url()
 
     # ---- asking -------------------------------------------------------------------------------------------------
-    async def health(self) -> tuple[int, dict]:
-        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/healthz") as response:
-            return response.status, (await response.json())["workers"]
-
-    async def wait_until_healthy(self, timeout_s: float = 120) -> dict:
-        """The workers' states once both answer; ChildFailed as soon as one has died instead."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            status, workers = await self.health()
-            if status == 200:
-                return workers
-            self.cluster.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the workers are not up after {timeout_s} s: {workers}")
-            await asyncio.sleep(0.1)
-
     async def say(self, name: str, messages: list[dict], question: str, note: str = "") -> Answer:
         """One streamed chat turn; question and answer are added to `messages`."""
         messages.append({"role": "user", "content": question})
@@ -105,142 +85,96 @@ class Story:
         return answer
 
     # ---- the story ----------------------------------------------------------------------------------------------
-    async def tell(self, turns: int) -> list[dict]:
-        """All of it; returns the rows of the weights table for the second publication."""
+    async def converse(self, turns: int) -> None:
+        """Two conversations and a plain completion, a prefill worker being replaced in between; then their checks."""
         first: list[dict] = [{"role": "system", "content": SYSTEM}]
         second: list[dict] = list(first)
         await self.say("A1", first, QUESTIONS_A[0], "cold")
         await self.say("B1", second, QUESTIONS_B[0], "A's system prompt")
         await self.say("A2", first, QUESTIONS_A[1], "own prefix")
-        await self._restart_prefill()
+        replaced = self._replace_prefill_worker()
         for turn in range(2, turns):
-            note = "after the restart" if turn == 2 else "own prefix"
+            note = f"without {replaced}" if turn == 2 else "own prefix"
             await self.say(f"A{turn + 1}", first, QUESTIONS_A[turn % len(QUESTIONS_A)], note)
-        await self.say("B2", second, QUESTIONS_B[1], "after the restart")
+        await self.say("B2", second, QUESTIONS_B[1], f"without {replaced}")
         await self.complete("C1", PLAIN_PROMPT, "cold, not a chat")
         self.check_answers()
         await self._corrupt_a_page()
-        return await self._new_weights()
 
-    async def _restart_prefill(self) -> None:
-        before = (await self.health())[1]["prefill"]["pid"]
-        self.cluster.end("prefill", signal.SIGTERM)
-        self.cluster.start("prefill")
-        after = (await self._wait_for_other_pid("prefill", before))["pid"]
-        self._restarted_at = len(self.turns)
-        self.console.print(f"[yellow]prefill worker restarted[/] (pid {before} → {after})\n")
-
-    async def _wait_for_other_pid(self, role: str, before: int) -> dict:
-        while True:
-            state = (await self.wait_until_healthy())[role]
-            if state["pid"] != before:
-                return state
-            await asyncio.sleep(0.1)
+    def _replace_prefill_worker(self) -> str:
+        """The one that served last: another one, or its successor, has to find what it stored."""
+        name = self.turns[-1].answer.metrics["workers"][0]
+        before = self.cluster.processes[name].pid
+        self.cluster.restart(name)
+        self._replaced_at = len(self.turns)
+        self.console.print(f"[yellow]{name} ended[/] (pid {before}), another is starting\n")
+        return name
 
     async def _corrupt_a_page(self) -> None:
-        """A1's pages again under another salt, one of them zeroed: if the pool's bytes are what the attention reads,
-        the answer must change."""
         original = self.turns[0].answer
-        prompt = original.prompt_token_ids
-        pages = (len(prompt) - 1) // PAGE_SIZE
-        states = (await self.health())[1]
-        kv = make_cache(config_from_json(tm.get(CONFIG_KEY)), 1, PAGE_SIZE)
-        pool_kv = PoolKV(tm, kv, model=f"{WEIGHTS}#{states['prefill']['weights']['serial']}")
-        for salt, zeroed in (("copied", None), ("corrupted", 0)):
-            for index, (source, target) in enumerate(
-                zip(
-                    pool_kv.page_keys(prompt)[:pages],
-                    pool_kv.page_keys(prompt, cache_salt=salt)[:pages],
-                    strict=True,
-                )
-            ):
-                page = tm.get(source).clone()
-                tm.put(target, torch.zeros_like(page) if index == zeroed else page, sealed=True)
-            answer = await ask(
-                self.url,
-                "/v1/completions",
-                {"prompt": prompt, "max_tokens": self.max_tokens, "cache_salt": salt},
-            )
-            read = answer.reused_tokens == pages * PAGE_SIZE
+        prompt, parts = original.prompt_token_ids, self.cluster.shape.pool_parts
+        for salt, zero in (("copied", None), ("corrupted", (0, list(range(parts))))):
+            tokens = copy_pages(prompt, salt, serial=self._serial, parts=parts, zero=zero)
+            body = {"prompt": prompt, "max_tokens": self.max_tokens, "cache_salt": salt}
+            answer = await ask(self.url, "/v1/completions", body)
+            read = answer.reused_tokens == tokens
             same = answer.token_ids == original.token_ids
-            if zeroed is None:
-                self.checks.claim("a copy of A1's pages gives A1's answer", read and same, f"{pages} pages copied")
+            if zero is None:
+                self.checks.claim("a copy of A1's pages gives A1's answer", read and same, f"{tokens} tokens in them")
             else:
-                self.checks.claim(
-                    "zeroing one pool page changes the answer", read and not same, repr(answer.text.strip()[:60])
-                )
+                evidence = repr(answer.text.strip()[:60])
+                self.checks.claim("zeroing one pool page changes the answer", read and not same, evidence)
 
-    async def _new_weights(self) -> list[dict]:
-        """A step of training, published and taken by both workers while they serve."""
+    async def new_weights(self) -> list[dict]:
+        """A step of training, published and taken by all workers while they serve; rows of the weights table."""
         self.cluster.ask_trainer(train=1)
         rows = [{"step": 1, "who": "trainer", "verb": "publish", **self.cluster.ask_trainer(publish=1)}]
         self._step = 1
-        states = (await self.health())[1]
-        front_workers = {role: states[role]["url"] for role in ("prefill", "decode")}
         async with aiohttp.ClientSession() as http:
-            for role, url in front_workers.items():
-                async with http.post(f"{url}/weights", json={"timeout_s": 60}) as response:
-                    rows.append({"who": role, "verb": "update", **(await response.json())})
+            for name, state in (await self.cluster.all_well()).items():
+                async with http.post(f"{state['url']}/weights", json={"timeout_s": 60}) as response:
+                    rows.append({"who": name, "verb": "update", **(await response.json())})
         messages = [{"role": "system", "content": SYSTEM}]
         answer = await self.say("N1", messages, QUESTIONS_A[0], "new weights: cold again")
-        self.checks.claim(
-            "pages of the old weights are not used with the new",
-            answer.reused_tokens == 0,
-            f"{answer.reused_tokens} reused",
-        )
+        reused = f"{answer.reused_tokens} reused"
+        self.checks.claim("pages of the old weights are not used with the new", answer.reused_tokens == 0, reused)
         self._compare(self.turns[-1])
-        self.checks.claim(
-            "after the update the answer is the new weights'",
-            self._passed(self.turns[-1]),
-            self._detail([self.turns[-1]]),
-        )
-        status, states = await self.health()
-        run = states["decode"]["prompt_tokens_run"]
-        self.checks.claim(
-            "the decode worker ran no prompt token",
-            status == 200 and run == 0,
-            f"{run} of {states['decode']['tokens_run']} run",
-        )
+        self.checks.answers("after the update the answer is the new weights'", self._comparisons(self.turns[-1:]))
         return rows
 
     # ---- the evidence -------------------------------------------------------------------------------------------
     def _compare(self, turn: Turn) -> None:
         reference = self.cluster.ask_trainer(generate=turn.answer.prompt_token_ids, max_tokens=turn.max_tokens)
         turn.comparison = compare(turn.answer.token_ids, reference["tokens"], reference["gaps"])
-        if turn.comparison.tie_at is not None:
-            self.console.print(f"tie in {turn.name}: {turn.comparison.detail}")
 
     @staticmethod
-    def _passed(turn: Turn) -> bool:
-        return turn.comparison is not None and turn.comparison.passed
-
-    @staticmethod
-    def _detail(turns: list[Turn]) -> str:
-        wrong = [
-            f"{turn.name}: {turn.comparison.detail}" for turn in turns if turn.comparison and turn.comparison.detail
-        ]
-        tokens = sum(len(turn.answer.token_ids) for turn in turns)
-        return "; ".join(wrong) or f"{tokens} tokens of {len(turns)} answers"
+    def _comparisons(turns: list[Turn]) -> list[Comparison]:
+        return [turn.comparison for turn in turns if turn.comparison is not None]
 
     def check_answers(self) -> None:
         """Every answer so far against plain single-process generation by the trainer, and what moved."""
         for turn in self.turns:
             self._compare(turn)
-        self.checks.claim(
-            "every answer is plain generation's, token for token",
-            all(map(self._passed, self.turns)),
-            self._detail(self.turns),
-        )
+        self.checks.answers("every answer is plain generation's, token for token", self._comparisons(self.turns))
         hits = [turn.answer.reused_tokens for turn in self.turns]
         self.checks.claim("prefixes are found in the pool", sum(hits) > 0, f"{sum(hits)} prompt tokens reused")
         cold = [turn for turn in self.turns if turn.note.startswith("cold")]
         self.checks.claim(
             "cold prompts reuse nothing", all(turn.answer.reused_tokens == 0 for turn in cold), f"{len(cold)} prompts"
         )
-        after = hits[self._restarted_at]
-        self.checks.claim("a restarted prefill worker hits", after > 0, f"{after} tokens of its first prompt")
+        after = hits[self._replaced_at]
+        self.checks.claim("what a worker stored is found when it is gone", after > 0, f"{after} tokens of a prompt")
         moved = sum(turn.answer.metrics["prefill"]["push_bytes"] for turn in self.turns)
         self.checks.claim("the engine moved the pages", moved > 0, f"{moved / 1e6:.1f} MB pushed")
+
+    async def check_division_of_labour(self) -> None:
+        """Before anything is asked of workers in both roles."""
+        workers = await self.cluster.all_well()
+        ran = {name: state["prompt_tokens_run"] for name, state in workers.items() if state["role"] == "decode"}
+        told = sum(state["tokens_run"] for state in workers.values() if state["role"] == "decode")
+        self.checks.claim(
+            "decode workers ran no prompt token", not any(ran.values()) and told > 0, f"{told} tokens of answers run"
+        )
 
     def turn_rows(self) -> list[dict]:
         return [

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import request_trace as trace
 from processes import eventually, running
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pd_disaggregation"
@@ -61,25 +62,48 @@ def shm_before() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+SMALL = ("--prefill-tp", "1", "--prefill", "1", "--decode", "1")
+
+
+@pytest.mark.slow
 def test_the_whole_demo(tmp_path, shm_before):
-    run_dir, report = tmp_path / "run", tmp_path / "report.json"
-    with start(run_dir, "--max-tokens", "24", "--json", str(report)) as demo:
-        out, _ = demo.communicate(timeout=150)
+    run_dir, report, plot = tmp_path / "run", tmp_path / "report.json", tmp_path / "latency.png"
+    args = ("--prefill-tp", "2", "--max-tokens", "24", "--rate", "5", "--json", str(report), "--plot", str(plot))
+    with start(run_dir, *args) as demo:
+        out, _ = demo.communicate(timeout=400)
     assert demo.returncode == 0, out
     rows = json.loads(report.read_text())
     assert [row["name"] for row in rows["turns"]] == ["A1", "B1", "A2", "A3", "B2", "C1", "N1"]
     assert all(row["same"] or row["tie_at"] is not None for row in rows["turns"])
-    assert rows["checks"]
+    assert len(rows["checks"]) == 25
     assert all(row["holds"] for row in rows["checks"])
-    assert {row["who"] for row in rows["weights"]} == {"trainer", "prefill", "decode"}
+    names = {"trainer", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert {row["who"] for row in rows["weights"]} == names
     assert sum(row["reused_tokens"] for row in rows["turns"]) > 0
+    assert [row["mode"] for row in rows["replays"]] == ["disaggregated", "colocated"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
     wait_until_clean(run_dir, shm_before)
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
+def test_the_load_generator_alone(tmp_path, shm_before):
+    """With a trace from a file, and a worker of several ranks on either side."""
+    path, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
+    trace.write(trace.synthetic(12), path)
+    args = ("--trace", str(path), "--prefill-tp", "4", "--decode-tp", "2", "--rate", "5", "--json", str(report))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE / "load.py"), *args], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(report.read_text())
+    assert [row["requests"] for row in rows["replays"]] == [12, 12]
+    assert rows["checks"][0]["evidence"].endswith("of 24 answers")
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path, shm_before):
     run_dir = tmp_path / "run"
-    with start(run_dir) as demo:
+    with start(run_dir, *SMALL) as demo:
         wait_for_services(run_dir, demo)
         assert len(processes_of(run_dir)) >= 5
         os.killpg(demo.pid, signal.SIGINT)  # what a terminal does: to the whole foreground group
@@ -92,7 +116,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, shm_before):
 @pytest.mark.parametrize("everybody", [False, True], ids=["the demo", "everybody"])
 def test_sigkill_leaves_nothing_running(tmp_path, shm_before, everybody):
     run_dir = tmp_path / "run"
-    with start(run_dir) as demo:
+    with start(run_dir, *SMALL) as demo:
         wait_for_services(run_dir, demo)
         if everybody:
             for place in Path("/proc").glob("[0-9]*"):

@@ -135,7 +135,7 @@ test-integrations: build  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake
 	@if $(MAKE) env-integrations; then \
 	  TM_STACKS=1 TM_RECORD=docs/integrations.md PYTHONPATH=$(CURDIR) \
 	    $(INTEGRATIONS)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/stacks && \
-	  $(PY) -m pytest -q -p no:cacheprovider -m network tests/integrations; \
+	  TM_RECORD=docs/integrations.md $(PY) -m pytest -q -p no:cacheprovider -m network tests/integrations; \
 	else \
 	  echo; echo "SKIPPED: test-integrations. The packages it needs could not be installed (see above)."; echo; \
 	fi

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import recording
 from places import ROOT
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
@@ -41,3 +43,14 @@ def test_they_stand_on_the_public_api(name: str):
         assert "_core" not in text, file
         assert "._client(" not in text, file
         assert len(text.splitlines()) <= 400, file
+
+
+def test_a_row_of_the_table_is_replaced_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"head\n{recording.BEGIN}| a |\n|---|\n| ray | 1 | x |\n| sglang | 2 | y |\n{recording.END}\ntail\n"
+    )
+    monkeypatch.setenv("TM_RECORD", str(page))
+    recording.record({"ray": "| ray | 9 | z |", "lmcache": "| lmcache | 3 | w |"})
+    rows = "| lmcache | 3 | w |\n| ray | 9 | z |\n| sglang | 2 | y |\n"
+    assert page.read_text() == f"head\n{recording.BEGIN}| a |\n|---|\n{rows}{recording.END}\ntail\n"

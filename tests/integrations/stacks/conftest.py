@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recording
 
 _outcomes: dict[str, list[str]] = defaultdict(list)
 _stacks: dict[str, tuple[str, str]] = {}
@@ -32,28 +31,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """With TM_RECORD: the table "tested with" of docs/integrations.md gets a row for every module that passed whole."""
-    page = os.environ.get("TM_RECORD")
-    if not page:
-        return
+    """Every module that passed whole gets its row."""
     from importlib.metadata import version
 
     rows = {}
     for module, outcomes in _outcomes.items():
         if module in _stacks and set(outcomes) == {"passed"}:
             name, what = _stacks[module]
-            rows[name] = f"| {name} | {version(name)} | {datetime.date.today()} | {len(outcomes)} | {what} |"
-    record(Path(page), rows)
-
-
-def record(page: Path, rows: dict[str, str]) -> None:
-    begin, end = "<!-- tested with -->\n", "<!-- end -->"
-    text = page.read_text()
-    head, _, rest = text.partition(begin)
-    table, _, tail = rest.partition(end)
-    lines = table.splitlines()
-    kept = {line.split("|")[1].strip(): line for line in lines[2:] if line.startswith("|")}
-    merged = {**kept, **rows}
-    page.write_text(
-        head + begin + "\n".join([*lines[:2], *(merged[name] for name in sorted(merged))]) + "\n" + end + tail
-    )
+            rows[name] = recording.row(name, version(name), len(outcomes), what)
+    recording.record(rows)

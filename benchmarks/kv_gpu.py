@@ -32,13 +32,19 @@ CUDA_TARGET, TRITON_TARGET = 0.90, 0.85
 
 
 def seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """Of each of `repeats` calls on the device, after some that do not count."""
-    for _ in range(3):
+    """Of each of `repeats` replays of `work` as a CUDA graph: what the device does, without the host's part."""
+    for _ in range(2):
         work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(3):
+        graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
-        work()
+        graph.replay()
         event.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]

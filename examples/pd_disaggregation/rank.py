@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch_mooncake as tm
 from torch_mooncake.kv import DecodeSession, KVReceiver, KVSender, PageAllocator, PagedKV, PrefillSession
 
 _THREADS = 64  # sequences whose pages are waited for, or stored, at the same time
-_CONNECT_S = 5
 
 
 @dataclass
@@ -40,7 +39,7 @@ class KVSequence:
     load: HeadLoad | None = None  # pages of them that come from the pool
     reused: int = 0  # how many
     push: PrefillSession | None = None
-    pushed: int = 0  # pages of every layer handed to it
+    pushed: list[int] = field(default_factory=list)  # pages handed to it, of each layer
     receive: DecodeSession | None = None
     moving: Future | None = None  # the thread that looks after push or receive
     outcome: dict | None = None  # its result, with "error" if it failed
@@ -71,7 +70,6 @@ class Rank:
         self._receiver = KVReceiver(engine, kv, self.allocator, tp_rank=group.rank, tp_size=group.size)
         self._moved = moved
         self._sequences: dict[str, KVSequence] = {}
-        self._peers: dict[str, tm.Peer] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pages")
 
     def _head_pool(self, parts: int) -> HeadPool:
@@ -80,14 +78,15 @@ class Rank:
     def update_weights(self, timeout_s: float) -> dict:
         """Takes the next published version, or returns {"error": …}. Its keys and values are other pages."""
         outcome = self.weights.update(timeout_s)
-        self.pool = self._head_pool(self._parts)
+        if "error" not in outcome:
+            self.pool = self._head_pool(self._parts)
         return outcome
 
     # ---- a prompt -----------------------------------------------------------------------------------------------
-    def begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
-        """Takes pages for `tokens` tokens, begins to fill them with what the pool has of the prompt, and with `tickets`
-        opens the way to the decode ranks that gave them. {"reused": tokens}, or {"error": …} with nothing held."""
-        outcomes = self.group.gather(_attempt(partial(self._begin, name, prompt, cache_salt, tokens, tickets)))
+    def begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int) -> dict:
+        """Takes pages for `tokens` tokens and begins to fill them with what the pool has of the prompt. Returns
+        {"reused": tokens}, or {"error": …} with nothing held."""
+        outcomes = self.group.gather(_attempt(partial(self._begin, name, prompt, cache_salt, tokens)))
         if failed := _first_error(outcomes):
             self.release(name)
             return failed
@@ -98,13 +97,24 @@ class Rank:
         sequence.length = sequence.reused * self.kv.layout.page_size
         return {"reused": sequence.length}
 
-    def _begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
+    def _begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int) -> dict:
         pages = self.allocator.take(pages_for(tokens, self.kv.layout.page_size))
         sequence = self._sequences[name] = KVSequence(prompt, cache_salt, self.pool, pages)
-        if tickets:
-            sequence.push = self._sender.open(tickets)
+        sequence.pushed = [0] * len(self.kv.layers)
         sequence.load = self.pool.load(prompt, pages, cache_salt)
         return {"hits": sequence.load.hits}
+
+    def open(self, name: str, tickets: list[bytes]) -> None:
+        """A thread opens the way to the decode ranks that gave these tickets, while the prompt is computed: a decode
+        worker that does not answer holds up nobody else. What is done by then is pushed later."""
+        sequence = self._sequences[name]
+        sequence.moving = self._beside(self._open, sequence, tickets)
+
+    def _open(self, sequence: KVSequence, tickets: list[bytes]) -> None:
+        try:
+            sequence.push = self._sender.open(tickets)
+        except tm.Error as error:
+            sequence.outcome = failure(error)
 
     @torch.inference_mode()
     def chunk(self, name: str, count: int) -> dict:
@@ -130,7 +140,7 @@ class Rank:
             [sequence.prompt[start:end]],
         )
         first = start == sequence.reused * size
-        sequence.length, sequence.pushed = end, ready
+        sequence.length = end
         self.counters.prompt_tokens_run += count
         if first and start:  # only then has anything been loaded
             loaded = self.group.gather(failure(load.error) if load.error is not None else {})
@@ -142,68 +152,60 @@ class Rank:
         return {"token": token, "load_bytes": load.nbytes * self.group.size, "load_wait_s": load.waited_s}
 
     def _push(self, sequence: KVSequence, ready: int, layer: int) -> None:
-        """A rank whose transfer has failed goes on computing, or the other ranks would wait for it; the decode side
-        learns of it from the session, and so does `finish`."""
-        if sequence.push is None or sequence.push.ended or ready == sequence.pushed:
+        """Up to page `ready` of a layer. A rank whose transfer has failed goes on computing, or the other ranks would
+        wait for it; the decode side learns of it from the session, and so does `finish`."""
+        push, first = sequence.push, sequence.pushed[layer]
+        if push is None or push.ended or ready == first:
             return
         try:
-            sequence.push.push_layer(layer, sequence.pages[sequence.pushed : ready], start=sequence.pushed)
+            push.push_layer(layer, sequence.pages[first:ready], start=first)
+            sequence.pushed[layer] = ready
         except tm.Error as error:
-            sequence.push.abort(error)
+            push.abort(error)
 
     def finish(self, name: str, first_token: int) -> None:
-        """The prompt is done: a thread waits for the rest of the transfer and stores the new pages in the pool."""
+        """The prompt is done, and `open` has been called: a thread pushes what is left, waits for the rest of the
+        transfer and stores the new pages in the pool."""
         sequence = self._sequences[name]
-        sequence.moving = self._beside(self._finish, sequence, first_token)
+        sequence.moving = self._beside(self._finish, sequence, first_token, sequence.moving)
 
-    def _finish(self, sequence: KVSequence, first_token: int) -> None:
-        assert sequence.push is not None
+    def _finish(self, sequence: KVSequence, first_token: int, opening: Future) -> None:
+        opening.result()
+        if sequence.push is None:
+            return  # and the outcome says why
         try:
+            for layer in range(len(self.kv.layers)):
+                self._push(sequence, len(sequence.pages), layer)
             push = sequence.push.finish({"first_token": first_token})
             sequence.pool.store(sequence.prompt, sequence.pages, sequence.cache_salt, sequence.reused)
             sequence.outcome = {
                 "push_bytes": push.nbytes,
                 "push_exposed_s": push.exposed_s,
-                "push_transport": push.transport,
+                "push_transport": push.transport.strip("+"),  # of ranks that get nothing from this one
                 "push_wire": push.wire,
             }
         except tm.Error as error:
             sequence.outcome = failure(error)
 
     # ---- an answer ----------------------------------------------------------------------------------------------
-    def receive(
-        self, name: str, prompt: list[int], cache_salt: str, tokens: int, engines: list[str], timeout_s: float
-    ) -> dict:
-        """Takes pages for `tokens` tokens and opens them to the prefill ranks at `engines`. Returns {"tickets": […]},
-        one of each rank, or {"error": …} with nothing held."""
-        outcomes = self.group.gather(
-            _attempt(partial(self._receive, name, prompt, cache_salt, tokens, engines, timeout_s))
-        )
+    def receive(self, name: str, prompt: list[int], cache_salt: str, tokens: int, timeout_s: float) -> dict:
+        """Takes pages for `tokens` tokens and opens them to whoever has the tickets. Returns {"tickets": […]}, one of
+        each rank, or {"error": …} with nothing held; `settled` says when the prompt's pages are there."""
+        outcomes = self.group.gather(_attempt(partial(self._receive, name, prompt, cache_salt, tokens, timeout_s)))
         if failed := _first_error(outcomes):
             self.release(name)
             return failed
         return {"tickets": [outcome["ticket"] for outcome in outcomes]}
 
-    def _receive(
-        self, name: str, prompt: list[int], cache_salt: str, tokens: int, engines: list[str], timeout_s: float
-    ) -> dict:
+    def _receive(self, name: str, prompt: list[int], cache_salt: str, tokens: int, timeout_s: float) -> dict:
         size = self.kv.layout.page_size
         session = self._receiver.open(
-            pages_for(tokens, size),
-            prompt_pages=pages_for(len(prompt), size),
-            timeout=timeout_s,
-            peer=[self._peer(address) for address in engines],
+            pages_for(tokens, size), prompt_pages=pages_for(len(prompt), size), timeout=timeout_s
         )
         sequence = KVSequence(prompt, cache_salt, self.pool, session.pages, length=len(prompt), receive=session)
         self._sequences[name] = sequence
         sequence.moving = self._beside(self._wait, sequence)
         return {"ticket": session.ticket()}
-
-    def _peer(self, address: str) -> tm.Peer:
-        peer = self._peers.get(address)
-        if peer is None or not peer.alive:
-            peer = self._peers[address] = self.engine.connect(address, timeout=_CONNECT_S)
-        return peer
 
     def _wait(self, sequence: KVSequence) -> None:
         assert sequence.receive is not None
@@ -214,8 +216,8 @@ class Rank:
 
     # ---- both ---------------------------------------------------------------------------------------------------
     def settled(self, name: str) -> list[dict] | None:
-        """What came of `finish` or `receive`: one outcome a rank when all are done, or the first that says "error" as
-        soon as there is one; None before."""
+        """What came of `finish` or `receive`: one outcome a rank when all are done, or the first that says
+        "error" as soon as there is one; None before."""
         outcomes = self.group.gather(self._sequences[name].outcome)
         if failed := _first_error(outcomes):
             return [failed]
@@ -259,6 +261,8 @@ class Rank:
             sequence.load.end()
         if sequence.moving is not None:
             sequence.moving.result()
+        if sequence.push is not None and sequence.push.state == "pending":  # opened since, or never finished
+            sequence.push.cancel()
         if sequence.receive is not None and sequence.receive.state != "done":
             return  # the session has given the pages back
         if answer is not None and sequence.pool is self.pool:  # an answer that new weights came into is not stored
@@ -279,10 +283,6 @@ class Rank:
             self._moved()
 
         return self._threads.submit(run)
-
-    def addresses(self) -> list[str]:
-        """Of every rank's engine."""
-        return self.group.gather(self.engine.addresses[0])
 
     def stats(self) -> list[dict]:
         """Of every rank."""

@@ -1,7 +1,8 @@
 """A worker: one process a tensor-parallel rank, rank 0 with an HTTP side. All workers are alike; what the front asks of
 one makes it a prefill worker, a decode worker, or both.
 
-    POST /prefill    a prompt and the tickets of a decode worker: computes the prompt, pushes its pages there
+    POST /prefill    a prompt, and on a second line, which may come later, a decode worker's tickets: computes the
+                     prompt and pushes its pages there
     POST /generate   a prompt that somebody else computes: gives tickets for its pages, then the answer
     POST /complete   both, here
     POST /weights    takes the next published weights
@@ -43,6 +44,7 @@ import torch_mooncake as tm
 STILL_HERE_S = 2.0
 _START_TIMEOUT_S = 300
 _ANNOUNCE_EVERY_S = 0.5
+_BODY_NBYTES = 16 << 20  # a line of a request
 _SWITCH_S = 0.0002  # the compute thread gives way to the others so soon: a token goes out before the next is computed
 
 
@@ -78,23 +80,22 @@ def make_rank(args: argparse.Namespace, rank: int, parent: int, moved: Callable[
 class Worker:
     """Rank 0: the compute thread with its scheduler, and the HTTP side on the event loop."""
 
-    def __init__(self, args: argparse.Namespace, rank: Rank) -> None:
+    def __init__(self, args: argparse.Namespace, rank: Rank, stop: asyncio.Event) -> None:
         self.args, self.rank = args, rank
         self.ranks = Ranks(rank)
         self.scheduler = Scheduler(self.ranks, chunk_size=args.chunk_size, max_batch=args.max_batch)
-        self.engines: list[str] = self.ranks.call("addresses")
-        self.stop = asyncio.Event()
+        self._stop = stop
         self.failed = False
         self.compute = threading.Thread(target=self.scheduler.run, args=(self._compute_ended,), name="compute")
         self._loop = asyncio.get_running_loop()
 
     def _compute_ended(self) -> None:
         self.failed = True
-        self._loop.call_soon_threadsafe(self.stop.set)
+        self._loop.call_soon_threadsafe(self._stop.set)
 
     # ---- jobs ---------------------------------------------------------------------------------------------------
     async def job(self, request: web.Request, *, kind: str) -> web.StreamResponse:
-        body = await request.json()
+        body = json.loads(await request.content.readline())
         events: asyncio.Queue[dict] = asyncio.Queue()
         job = Job(
             name=secrets.token_hex(8),
@@ -104,14 +105,13 @@ class Worker:
             max_tokens=body.get("max_tokens", 1),
             eos=frozenset(body.get("eos_token_ids", ())),
             cache_salt=body.get("cache_salt", ""),
-            tickets=[base64.b64decode(ticket) for ticket in body.get("tickets", ())],
-            engines=body.get("engines", []),
             timeout_s=body.get("timeout_s", 120),
         )
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
         self.scheduler.submit(job)
+        tickets = asyncio.create_task(self._take_tickets(request, job)) if kind == "prefill" else None
         try:
+            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+            await response.prepare(request)
             while True:
                 try:
                     event = await asyncio.wait_for(events.get(), STILL_HERE_S)
@@ -123,7 +123,15 @@ class Worker:
                 if "done" in event or "error" in event:
                     return response
         finally:
+            if tickets is not None:
+                tickets.cancel()
             self.scheduler.cancel(job)
+
+    async def _take_tickets(self, request: web.Request, job: Job) -> None:
+        """The request's second line. Without one the job ends when the client closes the connection."""
+        line = await request.content.readline()
+        if line:
+            self.scheduler.tickets(job, [base64.b64decode(ticket) for ticket in json.loads(line)["tickets"]])
 
     # ---- the rest -----------------------------------------------------------------------------------------------
     async def on_compute_thread(self, call: str, *args) -> dict | list:
@@ -160,30 +168,31 @@ class Worker:
 
     def announcement(self, url: str) -> dict:
         args = self.args
-        return {"name": args.name, "role": args.role, "url": url, "engines": self.engines, "pid": os.getpid()}
+        return {"name": args.name, "role": args.role, "url": url, "pid": os.getpid()}
 
 
 async def serve(args: argparse.Namespace, children: list[int]) -> int:
     """Rank 0: serves until SIGTERM or SIGINT, telling the front twice a second where it is. Returns the exit status: 1
     when a rank has died or the compute thread has."""
-    loop = asyncio.get_running_loop()
-    wake: list[Callable[[], None]] = []
-    rank = await loop.run_in_executor(None, make_rank, args, 0, os.getpid(), lambda: [call() for call in wake])
-    worker = Worker(args, rank)
-    wake.append(worker.scheduler.wake)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def child_changed() -> None:
         gone = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]]
-        if gone and not worker.stop.is_set():
+        children[:] = [pid for pid in children if pid not in gone]
+        if gone and not stop.is_set():
             print(f"rank processes {gone} have died, and this worker with them", flush=True)
             os._exit(1)
 
     loop.add_signal_handler(signal.SIGCHLD, child_changed)
     child_changed()
+    wake: list[Callable[[], None]] = []
+    rank = await loop.run_in_executor(None, make_rank, args, 0, os.getpid(), lambda: [call() for call in wake])
+    worker = Worker(args, rank, stop)
+    wake.append(worker.scheduler.wake)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop.set)
+        loop.add_signal_handler(number, stop.set)
     worker.compute.start()
-    app = web.Application(client_max_size=16 << 20)
+    app = web.Application()
     app.add_routes(
         [
             web.post("/prefill", functools.partial(worker.job, kind="prefill")),
@@ -195,13 +204,15 @@ async def serve(args: argparse.Namespace, children: list[int]) -> int:
         ]
     )
     # A client that goes away cancels its handler.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=1, read_bufsize=_BODY_NBYTES
+    )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     announcer = asyncio.create_task(_announce(args.run_dir, worker.announcement(f"http://127.0.0.1:{port}")))
-    await worker.stop.wait()
+    await stop.wait()
     announcer.cancel()
     await runner.cleanup()
     if worker.failed:

@@ -27,7 +27,8 @@ def test_equal_to_the_cpu(name):
 
 
 def errors():
-    pool, ids = torch.zeros(4, 6), torch.tensor([1, 2])
+    pool, big, ids = torch.zeros(4, 6), torch.zeros(8, 6), torch.tensor([1, 2])
+    zeros = torch.zeros
     heads = {"kv_heads": 4, "source_head_axis": 1}
     yield "range", "scatter_pages", (pool, torch.tensor([1, 4]), torch.ones(2, 6)), {}
     yield "negative", "gather_pages", (pool, torch.tensor([-1])), {}
@@ -45,6 +46,17 @@ def errors():
     yield "counts", "copy_pages", ([pool], ids, [torch.zeros(4, 6)], ids[:1]), {}
     yield "both", "copy_pages", ([pool], ids, [pool], ids.flip(0)), {}
     yield "dst twice", "copy_pages", ([pool], ids, [torch.zeros(4, 6)], torch.tensor([0, 0])), {}
+    yield "dst shared", "copy_pages", ([zeros(4, 6)] * 2, ids, [pool, pool], ids), {}
+    yield "dst within", "copy_pages", ([zeros(4, 6)] * 2, ids, [big[:4], big[2:6]], ids), {}
+    yield "src in dst", "copy_pages", ([big[:4], zeros(4, 6)], ids, [zeros(4, 6), big[2:6]], ids), {}
+    yield "pools within", "scatter_pages_layers", ([big[:4], big[:4]], ids, zeros(2, 2, 6)), {}
+    yield (
+        "outs shared",
+        "reshard_heads",
+        ([zeros(2, 4, 3)], [big[:4].view(2, 4, 3)] * 2),
+        {**heads, "out_tp": 1, "out_ranks": [0, 0]},
+    )
+    yield "outs in sources", "reshard_heads", ([big[:4].view(2, 4, 3)], [big[2:6].view(2, 4, 3)]), heads
     yield "copy layers", "copy_pages", ([pool], ids, [], ids), {}
     yield "degree", "reshard_heads", ([torch.zeros(2, 4, 3)] * 3, [torch.zeros(2, 4, 3)]), heads
     yield "heads", "reshard_heads", ([torch.zeros(2, 3, 3)], [torch.zeros(2, 4, 3)]), heads

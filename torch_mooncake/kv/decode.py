@@ -78,6 +78,7 @@ class DecodeSession:
         self._lease: Lease | None = None  # push
         self._regions: list[Region] = []  # of the lease, to be withdrawn
         self._fetching = 0
+        self._withdrawn: tuple[float, KeyNotFound] | None = None  # when a read found its pages withdrawn
         self._error: Error | None = None
         self._ended = False  # its outcome is decided
         self._ended_at = 0.0
@@ -380,6 +381,9 @@ class DecodeSession:
 
     def _fetched(self, note: wire.Note, error: Error | None) -> None:
         self._fetch_ended()
+        if isinstance(error, KeyNotFound):  # withdrawn by a side that is ending: its note says why in a moment
+            self._withdrawn = self._withdrawn or (time.monotonic(), error)
+            return
         if error is not None:
             self._end(error)
             return
@@ -407,6 +411,9 @@ class DecodeSession:
         if time.monotonic() >= self.deadline:
             total = len(self._arrived.group_of)
             self._end(DeadlineExceeded(f"{len(self.layers)} of {total} layers arrived before the deadline"))
+            return
+        if self._withdrawn is not None and time.monotonic() - self._withdrawn[0] >= wire.REASON_S:
+            self._end(Cancelled(f"the prefill side has withdrawn its pages: {self._withdrawn[1]}"))
             return
         gone = [f"{peer.name} is gone" for peer in self._peers if not peer.alive]
         gone += [why for source in list(self._sources.values()) if (why := source.lost())]

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 ALIVE_S = 1.0  # how often prefill says that it lives
 SILENCE_S = 5.0  # how long a side that cannot be dialled may say nothing
 TICK_S = 0.25  # how often deadlines and peers are looked at when nothing arrives
-_REMEMBERED = 1024
+_REMEMBERED = 256  # ends of sessions, and engines
+_KEPT = 8192  # regions of one engine
 _DIAL_S = 2.0  # a note that cannot be posted in that time is given up: deadlines are the guarantee, notes the speed
 
 
@@ -100,7 +101,7 @@ class Inbox:
             peer.close()
         try:
             self.engine.deregister(self._mailbox, timeout=0)
-        except (Closed, Error):  # the engine is gone, or a peer still looks at eight bytes that hold nothing
+        except Error:  # the engine is gone, or a peer still has eight bytes in reach that hold nothing
             pass
 
     @property
@@ -139,9 +140,18 @@ class Inbox:
                 fresh.close()
                 raise PeerLost(f"another engine answers at {contact.addresses[0]}: {fresh.name}")
             with self._lock:
+                if len(self._peers) > _REMEMBERED:
+                    self._forget_the_dead()
                 self._peers[contact.engine] = fresh
                 self._refused.pop(contact.engine, None)
             return fresh
+
+    def _forget_the_dead(self) -> None:
+        """With the lock: of engines that are gone nothing is kept."""
+        for engine in [engine for engine, peer in self._peers.items() if not peer.alive]:
+            for of in (self._peers, self._dialling, self._refused, self._kept):
+                of.pop(engine, None)
+        self._mailboxes = {name: remote for name, remote in self._mailboxes.items() if remote.peer.alive}
 
     def known_peer(self, contact: wire.Contact) -> Peer | None:
         """The connection to that side, if there is (or was) one."""
@@ -172,22 +182,22 @@ class Inbox:
         """A peer's region, opened on first use and kept for the sessions to come, and with it its map."""
         with self._lock:
             kept = self._kept.setdefault(peer.id, {})
-            remote = kept.get(descriptor)
-        if remote is not None and remote.peer.alive:
-            return remote
+            remote = kept.pop(descriptor, None)
+            if remote is not None and remote.peer.alive:
+                kept[descriptor] = remote  # used last
+                return remote
         remote = peer.open(descriptor, timeout=timeout)
         with self._lock:
             kept[descriptor] = remote
+            while len(kept) > _KEPT:  # withdrawn by a session of somebody else, most likely
+                del kept[next(iter(kept))]
         return remote
 
     def drop(self, engine: bytes, descriptors: list[bytes]) -> None:
-        """Regions that the other side has withdrawn, and all of engines that are gone."""
+        """Regions that the other side has withdrawn."""
         with self._lock:
             for descriptor in descriptors:
                 self._kept.get(engine, {}).pop(descriptor, None)
-            for other, peer in list(self._peers.items()):
-                if not peer.alive:
-                    self._kept.pop(other, None)
 
     def greet(self, contact: wire.Contact) -> None:
         """Connects to that side in the background, so that its death is seen."""

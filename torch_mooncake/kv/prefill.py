@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch_mooncake.transfer import Region
 
 _DOUBT_S = 1.0  # how long the end of a failed session waits for those who may be reading
-_REASON_S = 0.5  # how long a push that failed waits for the other side's word why
+_INLINE_NBYTES = 256 << 10  # up to that a push is posted by its caller
 
 
 class Event(Protocol):
@@ -149,14 +149,16 @@ class PrefillSession:
         self._check_open()
         if layer not in self._sender.group_of:
             raise InvalidArgument(f"layer {layer} is not in {few(sorted(self._sender.group_of))}")
-        group, num_pages = self._sender.group_of[layer]
+        group, num_pages, page_nbytes = self._sender.group_of[layer]
         chunk = Chunk(layer, checked_ids(pages, num_pages), start)
         with self._changed:
             targets = list(self.targets)
             for target in targets:
                 target.check(chunk, group)
-            packed = any(target.plan.wire.startswith("packed") for target in targets)
-            inline = not self._jobs and not packed and (event is None or event.query())
+            # Longer ones are posted by the sender's thread, so that the caller can go on computing.
+            inline = not self._jobs and len(chunk.ids) * page_nbytes <= _INLINE_NBYTES
+            inline = inline and not any(target.plan.wire.startswith("packed") for target in targets)
+            inline = inline and (event is None or event.query())
             if not inline:
                 self._jobs += 1
             if self.pulled:
@@ -462,7 +464,7 @@ class PrefillSession:
 
     def _heard_why(self) -> Error | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None, _REASON_S)
+            self._changed.wait_for(lambda: self._error is not None, wire.REASON_S)
             return self._error
 
     def _raised(self) -> Error:

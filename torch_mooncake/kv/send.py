@@ -49,7 +49,9 @@ class KVSender:
         self.inbox = Inbox.of(engine)
         self.layout_key = wire.pack_layout(kv.layout.to_dict())
         self.group_of = {
-            layer: (index, group.num_pages) for index, group in enumerate(kv.layout.groups) for layer in group.layer_ids
+            layer: (index, group.num_pages, group.page_nbytes(place))
+            for index, group in enumerate(kv.layout.groups)
+            for place, layer in enumerate(group.layer_ids)
         }
         self.settler = Settler("tm-kv-settle")
         self.sessions: set[PrefillSession] = set()  # those that have not ended

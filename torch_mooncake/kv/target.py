@@ -112,9 +112,9 @@ class Target:
 
     def _read_slot(self) -> bool | None:
         sender, at = self._sender, self._slot * SLOT_NBYTES
-        place = sender.slots.try_take(SLOT_NBYTES)
-        if place is None:
-            raise InvalidArgument("too many sessions are being opened")
+        while (place := sender.slots.try_take(SLOT_NBYTES)) is None:  # a hundred others are being opened
+            left(self._session.deadline)
+            time.sleep(0.001)
         try:
             here, there = sender.slots.region[place : place + SLOT_NBYTES], self._table[at : at + SLOT_NBYTES]
             sender.engine.read(here, there, timeout=left(self._session.deadline)).wait()

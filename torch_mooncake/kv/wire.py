@@ -28,6 +28,7 @@ from torch_mooncake import errors
 from torch_mooncake.errors import Cancelled, DeadlineExceeded, Error, InvalidArgument, PeerLost, VersionMismatch
 
 VERSION = 2
+REASON_S = 0.5  # how long who finds memory withdrawn waits for the other side's word why
 MAX_NOTE_NBYTES = 60 << 10  # the engine takes 64 KiB
 WIRES = ("auto", "direct", "packed", "packed_fp8")
 PREFILL, DECODE = "prefill", "decode"

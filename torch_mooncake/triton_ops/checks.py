@@ -62,24 +62,50 @@ def own_places(t: Tensor, name: str) -> None:
         reach += (size - 1) * stride
 
 
-def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Two dense tensors that intersect, or two views of the same places. Views that lie between each other's elements
-    (K and V of one pool) share nothing."""
-    begins = [t.data_ptr() for t in (a, b)]
-    nbytes = [
-        0
-        if t.numel() == 0
-        else (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
-        for t in (a, b)
-    ]
-    if begins[0] >= begins[1] + nbytes[1] or begins[1] >= begins[0] + nbytes[0]:
-        return False
-    dense = all(n == t.numel() * t.element_size() for n, t in zip(nbytes, (a, b), strict=True))
-    return dense or same_places(a, b)
+class Range:
+    """Bytes from a tensor's first to behind its last element. ``dense``: all of them are the tensor's."""
+
+    __slots__ = ("begin", "dense", "end", "place")
+
+    def __init__(self, t: Tensor) -> None:
+        shape, strides, itemsize, numel = t.shape, t.stride(), t.element_size(), t.numel()
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if numel else 0
+        self.begin: int = t.data_ptr()
+        self.end = self.begin + span * itemsize
+        self.dense = span == numel
+        self.place = (self.begin, strides) if numel else None
 
 
-def same_places(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+def sharing(first: Sequence[Range], second: Sequence[Range]) -> tuple[int, int] | None:
+    """Positions of two tensors that share memory: both dense and intersecting, or views of the same places. Views that
+    lie between each other's elements (K and V of one pool) share nothing."""
+    places = {r.place: k for k, r in reversed(list(enumerate(first))) if r.place is not None}
+    for l, r in enumerate(second):
+        if r.place in places:
+            return places[r.place], l
+    spans = [(r.begin, r.end, side, k) for side in (0, 1) for k, r in enumerate((first, second)[side])
+             if r.dense and r.end > r.begin]  # fmt: skip
+    reach: list[tuple[int, int]] = [(0, 0), (0, 0)]  # of each side: the furthest end so far, and whose
+    for begin, end, side, k in sorted(spans):
+        furthest, other = reach[1 - side]
+        if begin < furthest:
+            return (k, other) if side == 0 else (other, k)
+        reach[side] = max(reach[side], (end, k))
+    return None
+
+
+def same_memory(ranges: Sequence[Range]) -> tuple[int, int] | None:
+    """Positions, in order, of two tensors of one list that share memory, as `sharing` says."""
+    places: dict[object, int] = {}
+    for k, r in enumerate(ranges):
+        if r.place is not None and places.setdefault(r.place, k) != k:
+            return places[r.place], k
+    furthest, whose = 0, 0
+    for begin, end, k in sorted((r.begin, r.end, k) for k, r in enumerate(ranges) if r.dense and r.end > r.begin):
+        if begin < furthest:
+            return min(k, whose), max(k, whose)
+        furthest, whose = end, k
+    return None
 
 
 def page_ids(ids: Tensor, name: str, pool: Tensor, pool_name: str) -> None:

@@ -89,17 +89,17 @@ def _gather_or_scatter(pools: Sequence[Tensor], page_ids: Tensor, listed: Tensor
         checks.like(pool, name, first, pool_name)
         if pool.shape != first.shape:
             raise ValueError(f"{name} has shape {list(pool.shape)}, {pool_name} has {list(first.shape)}")
-        if checks.share_memory(listed, pool):
-            raise ValueError(f"{list_name} and {name} share memory")
         if scatter:
             checks.own_places(pool, name)
-        for k, other in enumerate(pools[:l] if scatter else ()):
-            if other.data_ptr() == pool.data_ptr() and pool.numel() > 0:
-                raise ValueError(f"pools[{k}] and {name} are the same memory: a page can be written once")
         in_list = listed.data_ptr() + (l * listed.stride(0) * element_nbytes if layered else 0)
         sides = [(pool.data_ptr(), pool.stride()), (in_list, listed.stride()[len(lead) :])]
         source, destination = reversed(sides) if scatter else sides
         copies.add(source[0], destination[0], pool.shape[1:], element_nbytes, source[1], destination[1])
+    ranges = [checks.Range(pool) for pool in pools]
+    if shared := checks.sharing([checks.Range(listed)], ranges):
+        raise ValueError(f"{list_name} and {f'pools[{shared[1]}]' if layered else 'pool'} share memory")
+    if scatter and (shared := checks.same_memory(ranges)):
+        raise ValueError(f"pools[{shared[0]}] and pools[{shared[1]}] are the same memory: a page can be written once")
     ids = checks.values(page_ids)
     checks.in_range(ids, "page_ids", num_pages)
     if scatter:
@@ -147,21 +147,11 @@ def copy_pages(src: Sequence[Tensor], src_ids: Tensor, dst: Sequence[Tensor], ds
         raise ValueError(f"src_ids has {src_ids.numel()} ids, dst_ids {dst_ids.numel()}")
     src_pages, dst_pages = first.shape[0], dst[0].shape[0]
     copies = Copies(src_ids, dst_ids, src_ids.numel(), src_pages, dst_pages)
-    in_place = False
     for l, (source, destination) in enumerate(zip(src, dst, strict=True)):
         for t, name, pages in ((source, f"src[{l}]", src_pages), (destination, f"dst[{l}]", dst_pages)):
             checks.like(t, name, first, "src[0]")
             checks.shape(t, name, [pages, *first.shape[1:]])
         checks.own_places(destination, f"dst[{l}]")
-        for k, other in enumerate(dst[:l]):
-            if checks.share_memory(other, destination):
-                raise ValueError(f"dst[{k}] and dst[{l}] are the same memory: a page can be written once")
-        for k, other in enumerate(src):
-            if not checks.share_memory(other, destination):
-                continue
-            if k != l or src_pages != dst_pages or not checks.same_places(other, destination):
-                raise ValueError(f"src[{k}] and dst[{l}] share memory")
-            in_place = True
         copies.add(
             source.data_ptr(),
             destination.data_ptr(),
@@ -170,6 +160,13 @@ def copy_pages(src: Sequence[Tensor], src_ids: Tensor, dst: Sequence[Tensor], ds
             source.stride(),
             destination.stride(),
         )
+    reads, writes = [checks.Range(t) for t in src], [checks.Range(t) for t in dst]
+    if shared := checks.same_memory(writes):
+        raise ValueError(f"dst[{shared[0]}] and dst[{shared[1]}] are the same memory: a page can be written once")
+    apart = [l for l in range(len(src)) if src_pages != dst_pages or reads[l].place != writes[l].place]
+    if shared := checks.sharing([reads[l] for l in apart], writes):
+        raise ValueError(f"src[{apart[shared[0]]}] and dst[{shared[1]}] share memory")
+    in_place = len(apart) < len(src)
     read, written = checks.values(src_ids), checks.values(dst_ids)
     checks.in_range(read, "src_ids", src_pages)
     checks.in_range(written, "dst_ids", dst_pages)
@@ -259,11 +256,11 @@ def reshard_heads(
             checks.shape(t, f"{side}[{i}]", expected)
     for o, out in enumerate(outs):
         checks.own_places(out, f"outs[{o}]")
-        for side, others in (("sources", sources), ("outs", outs[:o])):
-            for k, other in enumerate(others):
-                if checks.share_memory(out, other):
-                    names = (f"outs[{o}]", f"sources[{k}]") if side == "sources" else (f"outs[{k}]", f"outs[{o}]")
-                    raise ValueError(f"{names[0]} and {names[1]} share memory")
+    writes = [checks.Range(out) for out in outs]
+    if shared := checks.sharing(writes, [checks.Range(source) for source in sources]):
+        raise ValueError(f"outs[{shared[0]}] and sources[{shared[1]}] share memory")
+    if shared := checks.same_memory(writes):
+        raise ValueError(f"outs[{shared[0]}] and outs[{shared[1]}] share memory")
 
     # Pages are the first dimension where that is not the heads'; a piece of heads of all of them is one region.
     paged = source_axis != 0 and out_axis != 0

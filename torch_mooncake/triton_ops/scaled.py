@@ -46,7 +46,7 @@ def _check(wide: Tensor, wide_name: str, q: Tensor, scales: Tensor, scale_axes: 
     checks.same_device(written, written_name, given, given_name)
     checks.same_device(scales, "scales", given, given_name)
     checks.own_places(written, written_name)
-    if checks.share_memory(written, given):
+    if checks.sharing([checks.Range(written)], [checks.Range(given)]):
         raise ValueError(f"{written_name} and {given_name} share memory")
 
 

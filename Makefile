@@ -15,13 +15,13 @@ NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 PYTHON_DIRS = $(wildcard setup.py cmake torch_mooncake integrations tests examples benchmarks)
-FAST := -m "not slow and not gpu and not netns and not network"
+FAST := -m "not slow and not gpu and not netns and not network and not rdma"
 # These use all there is by themselves. Others wait for processes, timers and peers: two files at a time.
 ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers env-integrations env-vllm test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-rdma test-gpu demo peers env-integrations env-vllm test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -79,8 +79,17 @@ test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_
 test-torch-versions: $(STAMPS)/dev  ## csrc/torch compiles with each torch from 2.11 to 2.15 (fetches 0.5 GiB each)
 	$(PY) -m pytest -q tests/build/test_torch_versions.py
 
-test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, sanitizers, fuzzers, soak, examples (hours)
+test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, sanitizers, fuzzers, RDMA, soak, examples (hours)
 	$(PY) tests/everything.py
+
+# In a virtual machine, which emulates the processor: nothing on this host is needed but packages, nothing is changed.
+VERBS_TESTS := data faults
+test-rdma: build  ## the RDMA transport over real verbs (Soft-RoCE in a QEMU machine; skipped, loudly, without QEMU)
+	-.ci/system-packages rdma
+	cmake -DTM_TESTS=ON $(NATIVE) > $(NATIVE)/cmake.log || { cat $(NATIVE)/cmake.log; exit 1; }
+	cmake --build $(NATIVE) -j $(JOBS) --target $(VERBS_TESTS:%=transfer_%_test)
+	TM_TEST_BUILD=$(NATIVE) $(PY) tests/rdma/vm/vm.py --keep build/rdma-vm/out --seconds 1200 tests/rdma/vm/suite || { status=$$?; \
+	  [ $$status = 77 ] && echo "==== SKIPPED: make test-rdma: real verbs were not tested (see above)" >&2 || exit $$status; }
 
 test-gpu: export TM_CUDA = 1
 test-gpu: build  ## what needs a CUDA device (and nvcc)

@@ -128,6 +128,9 @@ def rdma(root: Path) -> Iterator[Check]:
         "unlimited" if soft in (resource.RLIM_INFINITY, -1) else human(soft),
         "NICs lock what is registered: ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity)",
     )
+    from torch_mooncake.cli import rdma_checks
+
+    yield from rdma_checks.devices(root, devices)
 
 
 def cuda(root: Path) -> Iterator[Check]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -17,8 +18,10 @@ from typing import Any
 
 import mooncake_calls
 import mooncake_real
+import numpy as np
 import pytest
 import torch
+from lost import lose_node
 from places import COMPAT, ROOT
 from processes import PoolEnv
 
@@ -110,9 +113,11 @@ def test_memory_that_is_not_there_is_a_code_and_no_crash(compat_env: dict[str, s
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", "") == 0
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     allocator = MooncakeHostMemAllocator()
-    gone, here = allocator.alloc(MiB), mooncake_calls.Memory(MiB, 3)
-    assert allocator.free(gone) == 0
-    assert allocator.free(gone) == -1
+    freed, here = allocator.alloc(MiB), mooncake_calls.Memory(MiB, 3)
+    assert allocator.free(freed) == 0
+    assert allocator.free(freed) == -1
+    reserved = mmap.mmap(-1, MiB, prot=0)  # nobody may touch it, and nobody else is given its addresses
+    gone = np.frombuffer(reserved, np.uint8).__array_interface__["data"][0]
     assert store.batch_put_from(["a", "b"], [gone, here.at], [MiB, MiB]) == [-600, 0]
     assert store.put_from("c", here.at + (1 << 40), 16) == -600
     assert store.batch_get_into(["b", "b"], [gone, here.at], [MiB, MiB]) == [-600, MiB]
@@ -289,15 +294,12 @@ def test_a_pool_that_cannot_be_had_is_a_code(compat_env: dict[str, str], monkeyp
 
 @pytest.mark.slow
 def test_a_killed_node_is_a_code_in_bounded_time(compat_env: dict[str, str], pool_env: PoolEnv):
-    import signal
-
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", "") == 0
     assert store.put("k", b"v") == 0
-    for pid in pool_env.nodes():
-        os.kill(pid, signal.SIGKILL)
+    lose_node(pool_env, lambda: store.is_exist("k") == 1)
     assert store.batch_is_exist(["k"]) in ([0], [-1])  # a fresh node was started, or there is none
     assert store.get("k") == b""
     out = ctypes.create_string_buffer(8)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
-import os
-import signal
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lost import lose_node
 from processes import PoolEnv
 
 import torch_mooncake as tm
@@ -277,8 +276,7 @@ def test_a_lost_block_fails_the_load_and_a_lost_pool_is_a_miss(host: Any, pool_e
     with pytest.raises(tm.KeyNotFound):
         other.workers[0].start_load_kv(None)
     tm.close()
-    for pid in pool_env.nodes():
-        os.kill(pid, signal.SIGKILL)
+    lose_node(pool_env, lambda: server.scheduler.get_num_new_matched_tokens(Request(8, list(range(20))), 0)[0])
     started = time.monotonic()
     assert server.scheduler.get_num_new_matched_tokens(Request(9, list(range(20))), 0) == (0, False)
     assert time.monotonic() - started < 20

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend import CreateStorageBackends
 from lmcache.v1.storage_backend.connector import CreateConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lost import lose_node
 from processes import PoolEnv
 
 import torch_mooncake as tm
@@ -235,8 +234,7 @@ def test_a_node_that_is_killed_is_a_miss_in_bounded_time(loop: asyncio.AbstractE
     backend, cpu = made["tm"], made["LocalCPUBackend"]
     chunk = chunk_of(cpu, 80)
     assert backend.batched_submit_put_task([key(80)], [chunk])[0].result(20) == 1
-    for pid in pool_env.nodes():
-        os.kill(pid, signal.SIGKILL)
+    lose_node(pool_env, lambda: backend.contains(key(80)))
     started = time.monotonic()
     assert backend.get_blocking(key(80)) is None
     assert backend.batched_contains([key(80)]) == 0

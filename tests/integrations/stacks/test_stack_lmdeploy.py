@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import queue
-import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bare import bare
+from lost import lose_node
 from processes import PoolEnv
 
 import torch_mooncake as tm
@@ -244,13 +243,14 @@ def test_lmdeploy_s_own_threads_save_and_load_blocks(store: Any, pool_env: PoolE
 
     hashes = build_prefix_block_hashes(list(range(64 * 4)), 64)
     threads = Threads(store, 1)
+    key = f"m@tp_rank:0@group:0@{hashes[0].hex()}"
     threads.save((0, 1, 2), hashes[:3])
     assert threads.load((5, 6, 7), hashes[:3]) == set()
     assert all(torch.equal(row[5:8], row[0:3]) for row in threads.rows)
+    assert store.is_exist(key) == 1
     assert threads.load((4, 3), (hashes[0], hashes[3])) == {3}
     assert all(torch.equal(row[4], row[0]) for row in threads.rows)
-    for pid in pool_env.nodes():
-        os.kill(pid, signal.SIGKILL)
+    lose_node(pool_env, lambda: store.is_exist(key) == 1)
     assert threads.load((5, 6), hashes[:2]) == {5, 6}
     threads.save((0,), hashes[3:])  # terminal, whatever became of it
     threads.close()

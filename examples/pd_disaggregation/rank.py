@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class KVSequence:
     load: HeadLoad | None = None  # pages of them that come from the pool
     reused: int = 0  # how many
     push: PrefillSession | None = None
-    pushed: int = 0  # pages of every layer handed to it
+    pushed: list[int] = field(default_factory=list)  # pages handed to it, of each layer
     receive: DecodeSession | None = None
     moving: Future | None = None  # the thread that looks after push or receive
     outcome: dict | None = None  # its result, with "error" if it failed
@@ -83,40 +83,38 @@ class Rank:
         return outcome
 
     # ---- a prompt -----------------------------------------------------------------------------------------------
-    def begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int, tickets: list[bytes]) -> dict:
-        """Takes pages for `tokens` tokens. With `tickets`, a thread opens the way to the decode ranks that gave them,
-        which may take as long as those do not answer; `settled` has its outcome. {}, or {"error": …} with nothing held.
-        """
+    def begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int) -> dict:
+        """Takes pages for `tokens` tokens and begins to fill them with what the pool has of the prompt. Returns
+        {"reused": tokens}, or {"error": …} with nothing held."""
         outcomes = self.group.gather(_attempt(partial(self._begin, name, prompt, cache_salt, tokens)))
         if failed := _first_error(outcomes):
             self.release(name)
             return failed
-        if tickets:
-            sequence = self._sequences[name]
-            sequence.moving = self._beside(self._open, sequence, tickets)
-        return {}
+        sequence = self._sequences[name]
+        assert sequence.load is not None
+        sequence.reused = min(outcome["hits"] for outcome in outcomes)
+        sequence.load.settle(sequence.reused)
+        sequence.length = sequence.reused * self.kv.layout.page_size
+        return {"reused": sequence.length}
 
     def _begin(self, name: str, prompt: list[int], cache_salt: str, tokens: int) -> dict:
         pages = self.allocator.take(pages_for(tokens, self.kv.layout.page_size))
-        self._sequences[name] = KVSequence(prompt, cache_salt, self.pool, pages)
-        return {}
+        sequence = self._sequences[name] = KVSequence(prompt, cache_salt, self.pool, pages)
+        sequence.pushed = [0] * len(self.kv.layers)
+        sequence.load = self.pool.load(prompt, pages, cache_salt)
+        return {"hits": sequence.load.hits}
+
+    def open(self, name: str, tickets: list[bytes]) -> None:
+        """A thread opens the way to the decode ranks that gave these tickets, while the prompt is computed: a decode
+        worker that does not answer holds up nobody else. What is done by then is pushed later."""
+        sequence = self._sequences[name]
+        sequence.moving = self._beside(self._open, sequence, tickets)
 
     def _open(self, sequence: KVSequence, tickets: list[bytes]) -> None:
         try:
             sequence.push = self._sender.open(tickets)
-            sequence.outcome = {}
         except tm.Error as error:
             sequence.outcome = failure(error)
-
-    def match(self, name: str) -> int:
-        """Begins to load what the pool has of the prompt; returns how many tokens that is."""
-        sequence = self._sequences[name]
-        sequence.outcome = None
-        sequence.load = self.pool.load(sequence.prompt, sequence.pages, sequence.cache_salt)
-        sequence.reused = min(self.group.gather(sequence.load.hits))
-        sequence.load.settle(sequence.reused)
-        sequence.length = sequence.reused * self.kv.layout.page_size
-        return sequence.length
 
     @torch.inference_mode()
     def chunk(self, name: str, count: int) -> dict:
@@ -142,7 +140,7 @@ class Rank:
             [sequence.prompt[start:end]],
         )
         first = start == sequence.reused * size
-        sequence.length, sequence.pushed = end, ready
+        sequence.length = end
         self.counters.prompt_tokens_run += count
         if first and start:  # only then has anything been loaded
             loaded = self.group.gather(failure(load.error) if load.error is not None else {})
@@ -154,29 +152,36 @@ class Rank:
         return {"token": token, "load_bytes": load.nbytes * self.group.size, "load_wait_s": load.waited_s}
 
     def _push(self, sequence: KVSequence, ready: int, layer: int) -> None:
-        """A rank whose transfer has failed goes on computing, or the other ranks would wait for it; the decode side
-        learns of it from the session, and so does `finish`."""
-        if sequence.push is None or sequence.push.ended or ready == sequence.pushed:
+        """Up to page `ready` of a layer. A rank whose transfer has failed goes on computing, or the other ranks would
+        wait for it; the decode side learns of it from the session, and so does `finish`."""
+        push, first = sequence.push, sequence.pushed[layer]
+        if push is None or push.ended or ready == first:
             return
         try:
-            sequence.push.push_layer(layer, sequence.pages[sequence.pushed : ready], start=sequence.pushed)
+            push.push_layer(layer, sequence.pages[first:ready], start=first)
+            sequence.pushed[layer] = ready
         except tm.Error as error:
-            sequence.push.abort(error)
+            push.abort(error)
 
     def finish(self, name: str, first_token: int) -> None:
-        """The prompt is done: a thread waits for the rest of the transfer and stores the new pages in the pool."""
+        """The prompt is done, and `open` has been called: a thread pushes what is left, waits for the rest of the
+        transfer and stores the new pages in the pool."""
         sequence = self._sequences[name]
-        sequence.moving = self._beside(self._finish, sequence, first_token)
+        sequence.moving = self._beside(self._finish, sequence, first_token, sequence.moving)
 
-    def _finish(self, sequence: KVSequence, first_token: int) -> None:
-        assert sequence.push is not None
+    def _finish(self, sequence: KVSequence, first_token: int, opening: Future) -> None:
+        opening.result()
+        if sequence.push is None:
+            return  # and the outcome says why
         try:
+            for layer in range(len(self.kv.layers)):
+                self._push(sequence, len(sequence.pages), layer)
             push = sequence.push.finish({"first_token": first_token})
             sequence.pool.store(sequence.prompt, sequence.pages, sequence.cache_salt, sequence.reused)
             sequence.outcome = {
                 "push_bytes": push.nbytes,
                 "push_exposed_s": push.exposed_s,
-                "push_transport": push.transport,
+                "push_transport": push.transport.strip("+"),  # of ranks that get nothing from this one
                 "push_wire": push.wire,
             }
         except tm.Error as error:
@@ -211,7 +216,7 @@ class Rank:
 
     # ---- both ---------------------------------------------------------------------------------------------------
     def settled(self, name: str) -> list[dict] | None:
-        """What came of `begin`, `finish` or `receive`: one outcome a rank when all are done, or the first that says
+        """What came of `finish` or `receive`: one outcome a rank when all are done, or the first that says
         "error" as soon as there is one; None before."""
         outcomes = self.group.gather(self._sequences[name].outcome)
         if failed := _first_error(outcomes):

@@ -158,47 +158,50 @@ class Router:
     async def _disaggregated(self, body: dict, metrics: Metrics) -> AsyncIterator[int]:
         decode, prefill = await self.choose("decode"), await self.choose("prefill")
         metrics.workers = [prefill.name, decode.name]
-        prefilling: asyncio.Task[dict] | None = None
         length = len(body["prompt_token_ids"])
-        prefill_busy = ExitStack()  # left when the prompt is done, or when all is
-        prefill_busy.enter_context(_busy(prefill, length))
+        tickets: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        prefill_busy = ExitStack()
+        prefill_busy.enter_context(_busy(prefill, length))  # from now on, so that the next request sees it
+        prefilling = asyncio.create_task(self._prefill(prefill, body, tickets))
+        prefilling.add_done_callback(lambda _: prefill_busy.close())
         try:
-            with _busy(decode, length + body["max_tokens"]), prefill_busy:
+            with _busy(decode, length + body["max_tokens"]):
                 async with self._job(decode, "/generate", body) as job:
                     while (event := await _next(job, prefilling)) is not None:
                         if "tickets" in event:
-                            prefilling = asyncio.create_task(
-                                self._prefill(prefill, body | {"tickets": event["tickets"]})
-                            )
-                            prefilling.add_done_callback(lambda _: prefill_busy.close())
+                            tickets.set_result(event["tickets"])
                         else:
                             yield event["token"]
                     metrics.decode = job.result
-                    assert prefilling is not None
                     metrics.prefill = await prefilling
         except WorkerUnavailable:
             # If the prefill worker is the reason, its own failure arrives within moments and says more.
-            if prefilling is not None:
-                await asyncio.wait({prefilling}, timeout=_REASON_S)
-                if _failed(prefilling):
-                    prefilling.result()
+            await asyncio.wait({prefilling}, timeout=_REASON_S)
+            if _failed(prefilling):
+                prefilling.result()
             raise
         finally:
-            if prefilling is not None:
-                prefilling.cancel()
+            prefilling.cancel()
 
-    async def _prefill(self, place: Place, body: dict) -> dict:
-        async with self._job(place, "/prefill", body) as job:
+    async def _prefill(self, place: Place, body: dict, tickets: asyncio.Future[list[str]]) -> dict:
+        """The prompt is computed while the decode worker finds room for it: its tickets follow."""
+
+        async def lines() -> AsyncIterator[bytes]:
+            yield json.dumps(body).encode() + b"\n"
+            yield json.dumps({"tickets": await tickets}).encode() + b"\n"
+
+        async with self._job(place, "/prefill", lines()) as job:
             await job.next()
             return job.result
 
     @asynccontextmanager
-    async def _job(self, place: Place, path: str, body: dict) -> AsyncIterator[_Events]:
+    async def _job(self, place: Place, path: str, body: dict | AsyncIterator[bytes]) -> AsyncIterator[_Events]:
         """A job of a worker. Connection errors become WorkerUnavailable, and the worker is forgotten; the job is
         cancelled when the block is left before its end, because its connection is closed."""
         try:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=2, sock_read=_SILENCE_S)
-            async with self._http.post(place.url + path, json=body, timeout=timeout) as response:
+            data = json.dumps(body).encode() if isinstance(body, dict) else body
+            async with self._http.post(place.url + path, data=data, timeout=timeout) as response:
                 yield _Events(place, response)
         except (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError) as error:
             self.forget(place)
@@ -254,9 +257,10 @@ class _Events:
                 return event
 
 
-async def _next(job: _Events, prefilling: asyncio.Task[dict] | None) -> dict | None:
+async def _next(job: _Events, prefilling: asyncio.Task[dict]) -> dict | None:
     """The job's next event, or the failure of the prefill worker that it waits for."""
-    if prefilling is None or prefilling.done():
+    if prefilling.done():
+        prefilling.result()
         return await job.next()
     event = asyncio.create_task(job.next())
     try:

@@ -32,7 +32,8 @@ class Job:
     max_tokens: int = 1
     eos: frozenset[int] = frozenset()
     cache_salt: str = ""
-    tickets: list[bytes] = field(default_factory=list)  # of a prefill job
+    opened: bool = False  # a prefill job's tickets have come
+    first_token: int | None = None  # of a prefill job that is computed
     timeout_s: float = 120
     tokens: list[int] = field(default_factory=list)  # the answer
     computed: int = 0  # prompt tokens whose keys and values are there
@@ -50,13 +51,15 @@ class Scheduler:
         self._awake = False
         self._arrivals: list[Job] = []
         self._cancelled: set[str] = set()
+        self._tickets: list[tuple[Job, list[bytes]]] = []
+        self._given: list[tuple[Job, list[bytes]]] = []  # the same, the compute thread's
         self._calls: list[Callable[[], None]] = []
         self._stopping = False
         # In the order of their coming, each job in one of them:
         self.waiting: list[Job] = []  # for pages
-        self.opening: list[Job] = []  # for the decode worker's answer
         self.prompts: list[Job] = []  # being computed
-        self.leaving: list[Job] = []  # computed, their pages under way to the decode worker
+        self.computed: list[Job] = []  # and the tickets for their pages have not come yet
+        self.leaving: list[Job] = []  # their pages under way to the decode worker
         self.coming: list[Job] = []  # their pages under way to us
         self.answers: list[Job] = []
 
@@ -70,6 +73,12 @@ class Scheduler:
         """Whatever it holds becomes free; no more of it is emitted. Nothing happens if it is over."""
         with self._changed:
             self._cancelled.add(job.name)
+        self.wake()
+
+    def tickets(self, job: Job, tickets: list[bytes]) -> None:
+        """Of the decode worker, for the pages of a prefill job. They may come while it is computed."""
+        with self._changed:
+            self._tickets.append((job, tickets))
         self.wake()
 
     def between_steps(self, call: Callable[[], None]) -> None:
@@ -95,7 +104,7 @@ class Scheduler:
             while not self._stopping:
                 self._take_changes()
                 self._admit()
-                self._settle(self.opening, self._opened)
+                self._open()
                 self._settle(self.leaving, self._left)
                 self._settle(self.coming, self._came)
                 self._chunk()
@@ -112,8 +121,10 @@ class Scheduler:
             arrivals, self._arrivals = self._arrivals, []
             cancelled, self._cancelled = self._cancelled, set()
             calls, self._calls = self._calls, []
+            self._given += self._tickets
+            self._tickets = []
         self.waiting += [job for job in arrivals if job.name not in cancelled]
-        for jobs in (self.waiting, self.opening, self.prompts, self.leaving, self.coming, self.answers):
+        for jobs in (self.waiting, self.prompts, self.computed, self.leaving, self.coming, self.answers):
             for job in [job for job in jobs if job.name in cancelled]:
                 jobs.remove(job)
                 if jobs is not self.waiting:
@@ -125,7 +136,7 @@ class Scheduler:
         """Sleeps while there is nothing to compute."""
         if self.prompts or self.answers:
             return
-        lagging = any(self.ranks.first.here(job.name) is not None for job in self.opening + self.leaving + self.coming)
+        lagging = any(self.ranks.first.here(job.name) is not None for job in self.leaving + self.coming)
         timeout = _LAGGING_S if lagging else _FULL_S if self.waiting else None
         with self._changed:
             self._changed.wait_for(lambda: self._awake, timeout)
@@ -153,20 +164,31 @@ class Scheduler:
                 job.emit(outcome)
             return outcome
         tokens = everything if job.kind == "both" else len(job.prompt)
-        outcome = self.ranks.call("begin", job.name, job.prompt, job.cache_salt, tokens, job.tickets)
+        queue_s = time.perf_counter() - job.began
+        outcome = self.ranks.call("begin", job.name, job.prompt, job.cache_salt, tokens)
         if "error" not in outcome:
-            self.opening.append(job)
-            if job.kind == "both":  # nobody to be asked
-                self._opened(job, [])
+            self.prompts.append(job)
+            job.computed = outcome["reused"]
+            job.result = {"prompt_tokens": len(job.prompt), "reused_tokens": job.computed, "queue_s": queue_s}
+            job.result["compute_s"] = 0.0
         return outcome
 
-    def _opened(self, job: Job, _: list[dict]) -> None:
-        self.opening.remove(job)
-        self.prompts.append(job)
-        queue_s = time.perf_counter() - job.began
-        job.computed = self.ranks.call("match", job.name)
-        job.result = {"prompt_tokens": len(job.prompt), "reused_tokens": job.computed, "queue_s": queue_s}
-        job.result["compute_s"] = 0.0
+    def _open(self) -> None:
+        """Uses tickets that have come for jobs that have their pages."""
+        given, self._given = self._given, []
+        for job, tickets in given:
+            if job in self.waiting:
+                self._given.append((job, tickets))
+            elif job in self.prompts or job in self.computed:
+                self.ranks.call("open", job.name, tickets)
+                job.opened = True
+        for job in [job for job in self.computed if job.opened]:
+            self.computed.remove(job)
+            self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        self.ranks.call("finish", job.name, job.first_token)
+        self.leaving.append(job)
 
     def _chunk(self) -> None:
         if not self.prompts:
@@ -189,8 +211,9 @@ class Scheduler:
                 self.answers.append(job)
                 self._say(job, outcome["token"])
             else:
-                self.ranks.call("finish", job.name, outcome["token"])
-                self.leaving.append(job)
+                job.first_token = outcome["token"]
+                self.computed.append(job)
+                self._open()
 
     def _settle(self, jobs: list[Job], then: Callable[[Job, list[dict]], None]) -> None:
         for job in list(jobs):

@@ -1,7 +1,8 @@
 """A worker: one process a tensor-parallel rank, rank 0 with an HTTP side. All workers are alike; what the front asks of
 one makes it a prefill worker, a decode worker, or both.
 
-    POST /prefill    a prompt and the tickets of a decode worker: computes the prompt, pushes its pages there
+    POST /prefill    a prompt, and on a second line, which may come later, a decode worker's tickets: computes the
+                     prompt and pushes its pages there
     POST /generate   a prompt that somebody else computes: gives tickets for its pages, then the answer
     POST /complete   both, here
     POST /weights    takes the next published weights
@@ -43,6 +44,7 @@ import torch_mooncake as tm
 STILL_HERE_S = 2.0
 _START_TIMEOUT_S = 300
 _ANNOUNCE_EVERY_S = 0.5
+_BODY_NBYTES = 16 << 20  # a line of a request
 _SWITCH_S = 0.0002  # the compute thread gives way to the others so soon: a token goes out before the next is computed
 
 
@@ -93,7 +95,7 @@ class Worker:
 
     # ---- jobs ---------------------------------------------------------------------------------------------------
     async def job(self, request: web.Request, *, kind: str) -> web.StreamResponse:
-        body = await request.json()
+        body = json.loads(await request.content.readline())
         events: asyncio.Queue[dict] = asyncio.Queue()
         job = Job(
             name=secrets.token_hex(8),
@@ -103,13 +105,13 @@ class Worker:
             max_tokens=body.get("max_tokens", 1),
             eos=frozenset(body.get("eos_token_ids", ())),
             cache_salt=body.get("cache_salt", ""),
-            tickets=[base64.b64decode(ticket) for ticket in body.get("tickets", ())],
             timeout_s=body.get("timeout_s", 120),
         )
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
         self.scheduler.submit(job)
+        tickets = asyncio.create_task(self._take_tickets(request, job)) if kind == "prefill" else None
         try:
+            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+            await response.prepare(request)
             while True:
                 try:
                     event = await asyncio.wait_for(events.get(), STILL_HERE_S)
@@ -121,7 +123,15 @@ class Worker:
                 if "done" in event or "error" in event:
                     return response
         finally:
+            if tickets is not None:
+                tickets.cancel()
             self.scheduler.cancel(job)
+
+    async def _take_tickets(self, request: web.Request, job: Job) -> None:
+        """The request's second line. Without one the job ends when the client closes the connection."""
+        line = await request.content.readline()
+        if line:
+            self.scheduler.tickets(job, [base64.b64decode(ticket) for ticket in json.loads(line)["tickets"]])
 
     # ---- the rest -----------------------------------------------------------------------------------------------
     async def on_compute_thread(self, call: str, *args) -> dict | list:
@@ -182,7 +192,7 @@ async def serve(args: argparse.Namespace, children: list[int]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     worker.compute.start()
-    app = web.Application(client_max_size=16 << 20)
+    app = web.Application()
     app.add_routes(
         [
             web.post("/prefill", functools.partial(worker.job, kind="prefill")),
@@ -194,7 +204,9 @@ async def serve(args: argparse.Namespace, children: list[int]) -> int:
         ]
     )
     # A client that goes away cancels its handler.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=1, read_bufsize=_BODY_NBYTES
+    )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

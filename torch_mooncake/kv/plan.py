@@ -11,10 +11,10 @@ from torch_mooncake.kv.groups import Group
 from torch_mooncake.kv.layout import PagedKVLayout
 from torch_mooncake.kv.wire import Place
 
-# A run shorter than this costs more on its own than the two copies of packing and unpacking: benchmarks/kv.py measures
-# the crossover for each transport.
-DIRECT_RUN_NBYTES = {"local": 512, "shm": 512, "process_vm": 2048, "unix": 2048, "tcp": 2048}
-_DIRECT_RUN_NBYTES_ELSE = 2048
+# A run shorter than this costs more on its own than packing and unpacking do: benchmarks/kv_push.py measures where the
+# two cross, over shm (between 32 and 128 bytes on a busy 2-core machine) and over tcp (between 128 and 512).
+DIRECT_RUN_NBYTES = {"local": 64, "shm": 64}
+_DIRECT_RUN_NBYTES_ELSE = 256
 
 
 @dataclass(frozen=True)

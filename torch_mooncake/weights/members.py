@@ -176,13 +176,16 @@ class Links:
         link = self._open[member.uid] = Link(peer, slots, peer.open(member.board, _DIAL_S))
         return link
 
-    def alive(self, member: Member) -> bool:
+    def alive(self, member: Member) -> bool | None:
+        """None: it does not answer in time, and may be there."""
         try:
             return self.open(member).peer.alive
-        except Error as error:
-            if not isinstance(error, PeerLost) and not error.retryable:
-                raise
+        except PeerLost:
             return False
+        except Error as error:
+            if not error.retryable:
+                raise
+            return None
 
     def has(self, member: Member, version: int) -> bool:
         """Whether the member has all of the version. False, too, if it cannot be asked."""

@@ -116,9 +116,11 @@ class Publisher:
         member = self._room.member(uid)
         if member is None:
             return False
-        if not self._links.alive(member):
-            self._room.leave(uid)  # its process is gone
+        alive = self._links.alive(member)
+        if not alive:
             self._links.drop(uid)
+            if alive is False:
+                self._room.leave(uid)  # its process is gone; one that is not enters again when it finds out
             return False
         if uid not in self._fits:
             try:

@@ -228,6 +228,8 @@ class Subscriber:
         self._progress = fetch.progress
         fetch.run(lambda: self._closed)
         self._latest = slot
+        if self._member.uid not in head.targets:
+            self._room.enter(self._member, target=True)
         seconds = time.perf_counter() - started
         return _Version(head, slot, fetch.progress.bytes_done, seconds, self._complete_locals(names))
 

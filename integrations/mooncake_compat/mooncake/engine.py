@@ -198,7 +198,8 @@ class TransferEngine:
         if self._managed.get(user_tensor) is None:
             return INTERNAL_ERROR
         code = self.unregister_memory(user_tensor)
-        del self._managed[user_tensor]  # unmapped when the last view of it is gone: a quarantined region has one
+        if code != INTERNAL_ERROR:  # else a peer may still write to it: it stays
+            del self._managed[user_tensor]
         return code
 
     def write_bytes_to_buffer(self, dest_address: int, src: str | bytes, length: int) -> int:

@@ -14,6 +14,7 @@ from machine import MiB, engine, sh, two
 from processes import running
 
 import torch_mooncake as tm
+from torch_mooncake.cli import checks
 from torch_mooncake.clock import deadline_ns
 
 pytestmark = pytest.mark.rdma
@@ -168,6 +169,17 @@ def with_server(tool: str, server: str, client: str) -> str:
     """What the client says of a test tool whose server has to listen first."""
     with running(["/bin/bash", "-c", f"exec {tool} {server}"], stdout=subprocess.DEVNULL):
         return sh(f"for i in {{1..100}}; do {tool} {client} 127.0.0.1 2> /dev/null && exit; sleep 0.1; done; exit 1")
+
+
+def test_doctor_sends_itself_a_write_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {check.name: check for check in checks.rdma(Path("/"))}
+    assert all(check.ok for check in found.values()), found
+    assert "rxe_a0 -> NIC 0" in found["RDMA write to ourselves"].value
+    assert "rxe_b1 4096 bytes" in found["RDMA packets"].value
+    monkeypatch.setenv("TM_RDMA", "pkey=5")
+    broken = next(check for check in checks.rdma(Path("/")) if check.name == "RDMA write to ourselves")
+    assert not broken.ok
+    assert "no partition key 5" in broken.value
 
 
 def test_rdma_cores_own_tools_on_the_same_devices() -> None:

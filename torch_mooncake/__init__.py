@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from torch_mooncake.blobs import Blobs as Blobs
     from torch_mooncake.config import Config as Config
     from torch_mooncake.context import close as close
     from torch_mooncake.context import init as init
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from torch_mooncake.verbs import wait as wait
 
 _EXPORTS = {
+    "blobs": ("Blobs",),
     "config": ("Config",),
     "context": ("init", "close"),
     "errors": (

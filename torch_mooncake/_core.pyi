@@ -107,6 +107,11 @@ class Peer:
 
     def open(self, descriptor: bytes, deadline_ns: int) -> RemoteRegion: ...
 
+    def call(self, method: int, body: bytes, deadline_ns: int) -> bytes:
+        """
+        A control message by its number, for programs that speak the protocol themselves.
+        """
+
     def close(self) -> None: ...
 
 class Engine:
@@ -123,7 +128,7 @@ class Engine:
     def watch_notifications(self, completions: Completions, tag: int) -> bool: ...
 
     @staticmethod
-    def create(*, listen: Sequence[str], token: str, transports: Sequence[str], host_id: str, socket_dir: str, name: str, role: str, lanes: int, io_threads: int, nics: Sequence[str], foreground_rate: int, background_rate: int) -> Engine: ...
+    def create(*, listen: Sequence[str], token: str, transports: Sequence[str], host_id: str, socket_dir: str, name: str, role: str, lanes: int, io_threads: int, nics: Sequence[str], rdma: str, foreground_rate: int, background_rate: int) -> Engine: ...
 
     @staticmethod
     def from_capsule(capsule: CapsuleType) -> Engine: ...
@@ -286,7 +291,7 @@ class PutOptions:
 
 class Client:
     @staticmethod
-    def connect(*, address: str, token: str, name: str, host_id: str, engine: object | None, view_ttl_s: float, monitor: bool = False, deadline_ns: int) -> Client: ...
+    def connect(*, address: str, token: str, name: str, host_id: str, engine: object | None, view_ttl_s: float, transports: Sequence[str] = ['local', 'shm', 'tcp'], nics: Sequence[str] = [], rdma: str = '', monitor: bool = False, deadline_ns: int) -> Client: ...
 
     def capsule(self) -> CapsuleType: ...
 

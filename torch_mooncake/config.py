@@ -77,6 +77,7 @@ class Config:
     view_ttl_s: float = _env("TM_VIEW_TTL_S", 1.0, "cached locations are used while the view is younger")
     transports: tuple[str, ...] = _env("TM_TRANSPORTS", ("local", "shm", "tcp"), "transports allowed, best first")
     nics: tuple[str, ...] = _env("TM_NICS", (), 'NICs used: globs of names and networks, "!" excludes; empty: all')
+    rdma: str = _env("TM_RDMA", "", "settings of the transport rdma: name=value,… (docs/rdma.md)")
     lanes: int = _env("TM_LANES", 2, "connections a peer")
     io_threads: int = _env("TM_IO_THREADS", 2, "I/O threads an engine")
     async_threads: int = _env("TM_ASYNC_THREADS", 128, "the most threads for the await forms of the pool's verbs")

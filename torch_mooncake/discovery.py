@@ -149,7 +149,7 @@ def find(engine: Engine, directory: Directory, name: str, timeout: float | None)
     record = directory.lookup(name, deadline)
     while True:
         try:
-            return _dial(engine, record, deadline)
+            return dial(engine, record, deadline)
         except (PeerLost, DeadlineExceeded) as error:
             latest = directory.lookup(name, deadline)
             if latest != record and time.monotonic() < deadline:
@@ -162,7 +162,8 @@ def find(engine: Engine, directory: Directory, name: str, timeout: float | None)
             ) from error
 
 
-def _dial(engine: Engine, record: Record, deadline: float) -> Peer:
+def dial(engine: Engine, record: Record, deadline: float) -> Peer:
+    """The engine of ``record``, at whichever of its addresses answers before ``deadline`` (``time.monotonic()``)."""
     last: Error = PeerLost(f"{record.name} published no address")
     for i, address in enumerate(record.addresses):
         left = (deadline - time.monotonic()) / (len(record.addresses) - i)

@@ -90,6 +90,8 @@ def MooncakeBackendOptions(
     host: str = "",
     host_id: str = "",
     transports: tuple[str, ...] = ("local", "shm", "tcp"),
+    nics: tuple[str, ...] | None = None,
+    rdma: str | None = None,
     cuda: str = "mooncake",
     cuda_staged_bytes: int = 256 << 10,
     heartbeat_s: float = 0.5,
@@ -100,8 +102,9 @@ def MooncakeBackendOptions(
 
     timeout: of every operation (default: the group's). host: address to listen on (default: `listen_host()`).
     host_id: ranks with equal ids may share memory (default: TM_HOST_ID, else the boot id). transports: what may carry
-    bytes, in order of preference. heartbeat_s, heartbeat_timeout_s: how often native threads tell the other ranks that
-    this process lives, and the silence after which a rank is lost; those of the process' first group count.
+    bytes, in order of preference. nics, rdma: as of `tm.Engine` (default: TM_NICS, TM_RDMA).
+    heartbeat_s, heartbeat_timeout_s: how often native threads tell the other ranks that this process lives, and the
+    silence after which a rank is lost; those of the process' first group count.
     cuda: who runs collectives of CUDA tensors: "mooncake", or "nccl" for those that are dense and contiguous, of types
     and operations that NCCL knows (torch must have been built with it; messages stay with mooncake).
     cuda_staged_bytes: collectives of CUDA tensors of up to so many bytes in all go through memory of the host, larger
@@ -125,6 +128,10 @@ def MooncakeBackendOptions(
         heartbeat=datetime.timedelta(seconds=heartbeat_s),
         heartbeat_timeout=datetime.timedelta(seconds=heartbeat_timeout_s),
     )
+    from torch_mooncake.config import Config
+
+    config = Config.from_env(nics=nics, rdma=rdma)
+    options.nics, options.rdma = list(config.nics), config.rdma
     options.cuda = cuda
     options.cuda_staged_bytes = cuda_staged_bytes
     options.algorithms = ",".join(f"{collective}={name}" for collective, name in (algorithms or {}).items())

@@ -647,6 +647,9 @@ class Pool:
                 host_id=config.host_id,
                 engine=None,
                 view_ttl_s=config.view_ttl_s,
+                transports=list(config.transports),
+                nics=list(config.nics),
+                rdma=config.rdma,
                 monitor=self._monitor,
                 deadline_ns=until,
             )

@@ -99,17 +99,17 @@ def box_of(shape: tuple[int, ...], mesh: Sequence[int], coordinate: Sequence[int
         if not 0 <= dim < len(shape):
             raise InvalidArgument(f"{placement} of a tensor of {len(shape)} dimensions")
         total = sum(length for _, length in runs[dim])
-        pieces = _chunks(total, getattr(placement, "split_factor", 1))
+        pieces = chunks(total, getattr(placement, "split_factor", 1))
         runs[dim] = tuple(
             run
             for first, length in pieces
-            for start, n in [_chunks(length, size)[at]]
+            for start, n in [chunks(length, size)[at]]
             for run in _cut(runs[dim], first + start, n)
         )
     return Box(tuple(runs))
 
 
-def _chunks(n: int, count: int) -> list[tuple[int, int]]:
+def chunks(n: int, count: int) -> list[tuple[int, int]]:
     """(start, length) of each of ``count`` pieces of ``n``, as torch.chunk cuts: the last may be shorter or empty."""
     size = -(-n // count)
     return [(min(n, i * size), max(0, min(n, (i + 1) * size) - i * size)) for i in range(count)]

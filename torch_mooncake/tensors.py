@@ -180,6 +180,16 @@ def describe_tensor(dtype: Any, shape: tuple[int, ...]) -> Callable[[dict[str, A
     return describe
 
 
+def describe_bytes(nbytes: int, user: dict[str, Any] | None = None) -> bytes:
+    """The description of an object that is ``nbytes`` bytes and nothing else, as ``encode`` makes it of bytes."""
+    if user is not None:
+        _check_user(user, "meta", 0)
+    document = _INLINE + _encoder.encode(Document(_FORMAT, Bytes(0, nbytes), user))
+    if len(document) > _MAX_USER:
+        raise InvalidArgument(f"a description of {len(document)} bytes: at most {_MAX_USER} fit")
+    return document
+
+
 def encode_part(value: Any, user: dict[str, Any] | None = None) -> Encoded:
     """The same for a value of its own that is one part of an object: ``get`` returns the list of them."""
     return _encode(value, user, _Writer(part=True))

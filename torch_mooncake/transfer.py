@@ -228,7 +228,8 @@ class Engine:
     ``transports``: those allowed, best first; an unknown name is ``Unsupported``. ``host_id``: what makes two
     processes neighbours (default: the boot id; a Unix socket must prove it). ``nics``: which NICs to use, globs of
     names and networks ("eth*", "!docker*", "10.0.0.0/8"); all of both sides' that reach each other are used together.
-    ``lanes``: connections for bulk on each pair of NICs.
+    ``lanes``: connections for bulk on each pair of NICs. ``rdma``: settings of that transport, "sl=3,tc=106"; the
+    devices it opens are those that ``nics`` allows, by their own names ("mlx5_*") or their interfaces'.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Engine:
         name: str = "engine",
         lanes: int = 2,
         nics: Sequence[str] | None = None,
+        rdma: str | None = None,
         io_threads: int = 2,
         foreground_rate: int = 0,
         background_rate: int = 0,
@@ -248,7 +250,13 @@ class Engine:
         from torch_mooncake.config import Config
 
         config = Config.from_env(
-            token=token, host_id=host_id, transports=transports, lanes=lanes, io_threads=io_threads, nics=nics
+            token=token,
+            host_id=host_id,
+            transports=transports,
+            lanes=lanes,
+            io_threads=io_threads,
+            nics=nics,
+            rdma=rdma,
         )
         self._core = _core.Engine.create(
             listen=[listen] if isinstance(listen, str) else list(listen),
@@ -260,6 +268,7 @@ class Engine:
             role="engine",
             lanes=config.lanes,
             nics=list(config.nics),
+            rdma=config.rdma,
             io_threads=config.io_threads,
             foreground_rate=foreground_rate,
             background_rate=background_rate,

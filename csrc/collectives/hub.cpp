@@ -98,6 +98,8 @@ Status Hub::start(const HubOptions& options) {
   engine_options.rpc.heartbeat_ms = options.heartbeat_ms;
   engine_options.rpc.heartbeat_limit_ms = options.heartbeat_limit_ms;
   engine_options.transports = options.transports;
+  engine_options.nics = options.nics;
+  engine_options.rdma = options.rdma;
   TM_ASSIGN(engine_, Engine::create(std::move(engine_options)));
   std::weak_ptr<Hub> weak = weak_from_this();
   for (uint16_t method = kHello; method <= kBoard; ++method) {

@@ -41,6 +41,8 @@ struct HubOptions {
   std::string host_id;             // empty: the boot id
   std::string name = "rank";
   std::vector<std::string> transports = {"local", "shm", "tcp"};
+  std::vector<std::string> nics{};  // see EngineOptions
+  std::string rdma{};
   int heartbeat_ms = 500;         // period, on a native thread
   int heartbeat_limit_ms = 5000;  // silence after which a rank is lost, also one that does not answer at first contact
 };

@@ -50,6 +50,9 @@ Status ClientImpl::start(Deadline deadline) {
     engine_options.rpc.role = options_.monitor ? kMonitorRole : "client";
     engine_options.rpc.token = options_.token;
     engine_options.rpc.host_id = options_.host_id;
+    engine_options.transports = options_.transports;
+    engine_options.nics = options_.nics;
+    engine_options.rdma = options_.rdma;
     TM_ASSIGN(engine_, Engine::create(engine_options));
     own_engine_ = true;
   }

@@ -28,6 +28,9 @@ struct ClientOptions {
   std::string token;
   std::string name = "client";
   std::string host_id;
+  std::vector<std::string> transports = {"local", "shm", "tcp"};  // these three: see EngineOptions
+  std::vector<std::string> nics{};
+  std::string rdma{};
   EnginePtr engine;         // null: the client makes its own
   double view_ttl_s = 1.0;  // 0 to 4: how long after a node was counted its known locations are used without asking
   bool monitor = false;     // only looks on: keeps no node from exiting when nobody uses it

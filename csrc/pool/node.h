@@ -22,6 +22,10 @@ struct NodeOptions {
       discovery;      // "etcd://host:port[,…][/prefix]": the nodes of a pool elect their leader there. Needs `listen`
   std::string token;  // default: the pool's token file in runtime_dir, made if absent
   std::string host_id;
+  // What may carry bytes to and from this node, which NICs, and settings of "rdma": see EngineOptions.
+  std::vector<std::string> transports = {"local", "shm", "tcp"};
+  std::vector<std::string> nics{};
+  std::string rdma{};
   uint64_t memory_bytes = 0;    // 0: 25 % of what the cgroup allows
   std::vector<SsdOptions> ssd;  // folders on SSDs that hold what the memory has no room for
   double linger_s = 60;         // exits this long after its last client; < 0: never. (Waits 30 s at least for a first.)

@@ -38,6 +38,18 @@ std::string default_runtime_dir() {
   return "/tmp/torch_mooncake-" + std::to_string(::geteuid());
 }
 
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> out;
+  for (size_t at = 0; at < text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    size_t begin = text.find_first_not_of(' ', at), end = comma;
+    while (end > begin && text[end - 1] == ' ') --end;
+    if (begin < end) out.push_back(text.substr(begin, end - begin));
+    at = comma + 1;
+  }
+  return out;
+}
+
 Status set(NodeOptions& options, const std::string& name, const std::string& value) {
   if (name == "--runtime-dir") {
     options.runtime_dir = value;
@@ -53,6 +65,12 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
     return read_token(name, value, options.token);
   } else if (name == "--host-id") {
     options.host_id = value;
+  } else if (name == "--transports") {
+    options.transports = split(value);
+  } else if (name == "--nics") {
+    options.nics = split(value);
+  } else if (name == "--rdma") {
+    options.rdma = value;
   } else if (name == "--memory") {
     auto nbytes = parse_bytes(value);
     if (!nbytes.is_ok()) return nbytes.status().with(name);
@@ -81,11 +99,16 @@ Status set(NodeOptions& options, const std::string& name, const std::string& val
 
 Status from_environment(NodeOptions& options) {
   options.runtime_dir = default_runtime_dir();
-  static const std::map<const char*, const char*> kNames{
-      {"TM_RUNTIME_DIR", "--runtime-dir"}, {"TM_POOL", "--pool"},
-      {"TM_MEMORY", "--memory"},           {"TM_SSD", "--ssd"},
-      {"TM_LINGER_S", "--linger-s"},       {"TM_HOST_ID", "--host-id"},
-      {"TM_DISCOVERY", "--discovery"}};
+  static const std::map<const char*, const char*> kNames{{"TM_RUNTIME_DIR", "--runtime-dir"},
+                                                         {"TM_POOL", "--pool"},
+                                                         {"TM_MEMORY", "--memory"},
+                                                         {"TM_SSD", "--ssd"},
+                                                         {"TM_LINGER_S", "--linger-s"},
+                                                         {"TM_HOST_ID", "--host-id"},
+                                                         {"TM_DISCOVERY", "--discovery"},
+                                                         {"TM_TRANSPORTS", "--transports"},
+                                                         {"TM_NICS", "--nics"},
+                                                         {"TM_RDMA", "--rdma"}};
   for (const auto& [variable, option] : kNames) {
     const char* value = std::getenv(variable);
     if (!value || !*value) continue;
@@ -111,6 +134,9 @@ std::string node_usage() {
          "  --discovery URL     etcd://HOST:PORT[,...][/PREFIX]: the nodes elect their leader there [TM_DISCOVERY]\n"
          "  --token-file FILE   the pool's secret (mode 600); without, TM_TOKEN or the one in the pool's folder\n"
          "  --host-id NAME      what makes two processes neighbours; the boot id    [TM_HOST_ID]\n"
+         "  --transports LIST   what may carry bytes, local,shm,tcp; rdma takes all memory at once [TM_TRANSPORTS]\n"
+         "  --nics LIST         which NICs, such as mlx5_*,!docker*; all           [TM_NICS]\n"
+         "  --rdma SETTINGS     of the transport rdma, such as sl=3,tc=106          [TM_RDMA]\n"
          "  --linger-s SECONDS  exit so long after the last client, 60; < 0: never  [TM_LINGER_S]\n"
          "  --drain-s SECONDS   the longest that it takes to leave when told to stop, 30\n"
          "  --ready-fd FD       where \"ready ADDRESS...\" or \"error TEXT\" is written\n"

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common/log.h"
 #include "common/random.h"
 #include "pool/service_impl.h"
@@ -30,6 +32,9 @@ Status NodeServiceImpl::start() {
     engine_options.rpc.role = "node";
     engine_options.rpc.token = options_.node.token;
     engine_options.rpc.host_id = options_.node.host_id;
+    engine_options.transports = options_.node.transports;
+    engine_options.nics = options_.node.nics;
+    engine_options.rdma = options_.node.rdma;
     TM_ASSIGN(engine_, Engine::create(engine_options));
   }
 
@@ -39,6 +44,9 @@ Status NodeServiceImpl::start() {
     RegionOptions region;
     region.writable = i > 0;
     region.label = i > 0 ? "pool data" : "pool table";
+    // NICs pin what they may touch: memory that they reach does not come and go.
+    const auto& ways = options_.node.transports;
+    if (std::find(ways.begin(), ways.end(), "rdma") != ways.end()) TM_TRY(segments[i]->grow(segments[i]->capacity()));
     TM_ASSIGN(auto registered, engine_->register_segment(segments[i], 0, segments[i]->capacity(), region));
     regions_.push_back(std::move(registered));
     if (i == 0) continue;

@@ -25,13 +25,17 @@ constexpr const char* kEngineCapsule = "torch_mooncake.Engine";
 constexpr const char* kClientCapsule = "torch_mooncake.Client";
 
 PyClient connect(std::string address, std::string token, std::string name, std::string host_id, nb::object engine,
-                 double view_ttl_s, bool monitor, int64_t deadline_ns) {
+                 double view_ttl_s, std::vector<std::string> transports, std::vector<std::string> nics,
+                 std::string rdma, bool monitor, int64_t deadline_ns) {
   ClientOptions options;
   options.node_address = std::move(address);
   options.token = std::move(token);
   options.name = std::move(name);
   options.host_id = std::move(host_id);
   options.view_ttl_s = view_ttl_s;
+  options.transports = std::move(transports);
+  options.nics = std::move(nics);
+  options.rdma = std::move(rdma);
   options.monitor = monitor;
   if (!engine.is_none()) options.engine = from_capsule<Engine>(engine, kEngineCapsule);
   auto peer = options.node_address;
@@ -449,7 +453,9 @@ void bind_pool(nb::module_& m) {
 
   nb::class_<PyClient>(m, "Client")
       .def_static("connect", &connect, nb::kw_only(), nb::arg("address"), nb::arg("token"), nb::arg("name"),
-                  nb::arg("host_id"), nb::arg("engine").none(), nb::arg("view_ttl_s"), nb::arg("monitor") = false,
+                  nb::arg("host_id"), nb::arg("engine").none(), nb::arg("view_ttl_s"),
+                  nb::arg("transports") = std::vector<std::string>{"local", "shm", "tcp"},
+                  nb::arg("nics") = std::vector<std::string>(), nb::arg("rdma") = "", nb::arg("monitor") = false,
                   nb::arg("deadline_ns"))
       .def("capsule", [](PyClient& c) { return to_capsule(c.get(), kClientCapsule); })
       .def("engine_capsule", [](PyClient& c) { return to_capsule(c->engine(), kEngineCapsule); })

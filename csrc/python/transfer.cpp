@@ -18,7 +18,7 @@ constexpr const char* kEngineCapsule = "torch_mooncake.Engine";
 
 PyEngine make_engine(std::vector<std::string> listen, std::string token, std::vector<std::string> transports,
                      std::string host_id, std::string socket_dir, std::string name, std::string role, int lanes,
-                     int io_threads, std::vector<std::string> nics, uint64_t foreground_rate,
+                     int io_threads, std::vector<std::string> nics, std::string rdma, uint64_t foreground_rate,
                      uint64_t background_rate) {
   EngineOptions options;
   options.rpc.name = std::move(name);
@@ -31,6 +31,7 @@ PyEngine make_engine(std::vector<std::string> listen, std::string token, std::ve
   options.transports = std::move(transports);
   options.lanes = lanes;
   options.nics = std::move(nics);
+  options.rdma = std::move(rdma);
   options.foreground_rate = foreground_rate;
   options.background_rate = background_rate;
   return PyEngine(unwrap(without_gil([&] { return Engine::create(std::move(options)); })));
@@ -242,6 +243,18 @@ void bind_transfer(nb::module_& m) {
             return PyRemoteRegion(std::move(result).value());
           },
           nb::arg("descriptor"), nb::arg("deadline_ns"))
+      .def(
+          "call",
+          [](PyPeer& p, uint16_t method, nb::bytes body, int64_t deadline_ns) {
+            auto result =
+                interruptible([peer = p.get(), method, b = to_string(body), deadline = deadline_at(deadline_ns)] {
+                  return peer->session()->call_sync(method, b, deadline);
+                });
+            if (!result) raise(result.status(), p->identity().name);
+            return nb::bytes(result->body.data(), result->body.size());
+          },
+          "A control message by its number, for programs that speak the protocol themselves.", nb::arg("method"),
+          nb::arg("body"), nb::arg("deadline_ns"))
       .def("close", [](PyPeer& p) { without_gil([&] { p->close(); }); });
 
   nb::class_<PyEngine> engine(m, "Engine");
@@ -249,7 +262,8 @@ void bind_transfer(nb::module_& m) {
   engine
       .def_static("create", &make_engine, nb::kw_only(), nb::arg("listen"), nb::arg("token"), nb::arg("transports"),
                   nb::arg("host_id"), nb::arg("socket_dir"), nb::arg("name"), nb::arg("role"), nb::arg("lanes"),
-                  nb::arg("io_threads"), nb::arg("nics"), nb::arg("foreground_rate"), nb::arg("background_rate"))
+                  nb::arg("io_threads"), nb::arg("nics"), nb::arg("rdma"), nb::arg("foreground_rate"),
+                  nb::arg("background_rate"))
       .def_static(
           "from_capsule", [](nb::capsule capsule) { return PyEngine(from_capsule<Engine>(capsule, kEngineCapsule)); },
           nb::arg("capsule"))

@@ -34,6 +34,8 @@ class MooncakeBackend final : public c10d::Backend {
     std::string host = "127.0.0.1";  // address this rank listens on
     std::string host_id;             // empty: the boot id; equal ids may share memory
     std::vector<std::string> transports = {"local", "shm", "tcp"};
+    std::vector<std::string> nics;  // which of them, as EngineOptions says; and settings of "rdma"
+    std::string rdma;
     std::string cuda = "mooncake";           // who runs dense collectives of CUDA tensors; or "nccl"
     uint64_t cuda_staged_bytes = 256 << 10;  // up to so much they go by way of the host; equal on all ranks
     Ms heartbeat{500};                       // period; this and the next are those of the process' first group

@@ -21,6 +21,8 @@ coll::HubPtr hub_for(const MooncakeBackend::Options& options, std::string token,
   out.host = options.host;
   out.host_id = options.host_id;
   out.transports = options.transports;
+  out.nics = options.nics;
+  out.rdma = options.rdma;
   out.name = "rank" + std::to_string(global_rank);
   out.heartbeat_ms = static_cast<int>(options.heartbeat.count());
   out.heartbeat_limit_ms = static_cast<int>(options.heartbeat_timeout.count());

@@ -40,6 +40,8 @@ PYBIND11_MODULE(_c10d, m) {
       .def_readwrite("host", &MooncakeBackend::Options::host)
       .def_readwrite("host_id", &MooncakeBackend::Options::host_id)
       .def_readwrite("transports", &MooncakeBackend::Options::transports)
+      .def_readwrite("nics", &MooncakeBackend::Options::nics)
+      .def_readwrite("rdma", &MooncakeBackend::Options::rdma)
       .def_readwrite("cuda", &MooncakeBackend::Options::cuda)
       .def_readwrite("cuda_staged_bytes", &MooncakeBackend::Options::cuda_staged_bytes)
       .def_readwrite("heartbeat", &MooncakeBackend::Options::heartbeat)

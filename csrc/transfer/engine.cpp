@@ -82,8 +82,9 @@ Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
                   "slice_bytes must be 256 KiB .. 4 MiB, not " + std::to_string(options.slice_bytes));
   TM_ASSIGN(auto nics, NicFilter::parse(options.nics));
   TM_ASSIGN(auto rpc, rpc::Endpoint::create(options.rpc));
+  const NicFilter filter = nics;
   std::shared_ptr<EngineImpl> engine(new EngineImpl(std::move(options), std::move(nics), std::move(rpc)));
-  if (engine->allows("rdma")) TM_TRY(engine->open_nics());
+  if (engine->allows("rdma")) TM_TRY(engine->open_nics(filter));
   engine->attach();
   {
     std::lock_guard lock(registry().mutex);
@@ -97,11 +98,24 @@ Result<std::shared_ptr<EngineImpl>> EngineImpl::make(EngineOptions options) {
   return engine;
 }
 
-Status EngineImpl::open_nics() {
+Status EngineImpl::open_nics(const NicFilter& filter) {
+  TM_ASSIGN(auto settings, rdma::RdmaOptions::parse(options_.rdma));
   auto driver = options_.rdma_driver ? options_.rdma_driver : rdma::verbs_driver();
-  TM_ASSIGN(auto devices, driver->open_devices());
+  TM_ASSIGN(auto devices, driver->open_devices(filter, settings));
   for (auto& device : devices) nics_.push_back(std::make_shared<rdma::Nic>(device, nics_.size()));
+  lazy_nics_ = settings.lazy;
+  words_ = std::make_shared<rdma::WordTable>(nics_);
+  TM_ASSIGN(nic_identity_, words_->take());
+  std::array<uint64_t, 2> halves;
+  std::memcpy(halves.data(), id().data(), sizeof halves);
+  for (int i : {0, 1}) nic_identity_->set(i, halves[i]);
   return {};
+}
+
+Status EngineImpl::ensure_nic_keys(RegionImpl& region) {
+  return region.ensure_nic_keys([&] {
+    return rdma::RegionKeys::make(nics_, *words_, region.data(), region.nbytes(), region.readable(), region.writable());
+  });
 }
 
 void EngineImpl::attach() {
@@ -137,6 +151,7 @@ EngineImpl::~EngineImpl() {
   if (getpid() != pid_) {
     rpc_.release();  // its threads are the parent's: nothing of it can be ended here
     new rdma::Nics(std::move(nics_));
+    new std::shared_ptr<rdma::WordTable>(std::move(words_));
     return;
   }
   close();
@@ -190,14 +205,14 @@ void EngineImpl::handle(uint16_t method, std::function<void(PeerImpl&, rpc::Mess
 Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions options) {
   TM_TRY(usable());
   bool shm = allows("shm");
-  if (!nics_.empty() && place.kind == MemoryKind::host) {
+  if (!nics_.empty() && !lazy_nics_ && place.kind == MemoryKind::host) {
     TM_ASSIGN(place.nic_keys,
-              rdma::RegionKeys::make(nics_, place.data, place.nbytes, options.readable, options.writable));
+              rdma::RegionKeys::make(nics_, *words_, place.data, place.nbytes, options.readable, options.writable));
   }
   if (!nics_.empty() && place.kind == MemoryKind::cuda) {
     auto& memory = static_cast<CudaMemory&>(*place.backing);
     if (memory.shareable()) {  // a weak region's memory may be freed at any time
-      auto keys = rdma::RegionKeys::of_device(nics_, memory, options.readable, options.writable);
+      auto keys = rdma::RegionKeys::of_device(nics_, *words_, memory, options.readable, options.writable);
       static log::Once once(60'000);
       if (keys) {
         if ((*keys)->flush()) flush_devices_ |= uint64_t{1} << (memory.queue().device() & 63);
@@ -213,7 +228,10 @@ Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions
     const bool host = !region.backing();
     if (host && shm && region.segment()) records.push_back(segment_record(region));
     if (host && shm) records.push_back(process_vm_record(region));
-    if (region.nic_keys()) records.push_back(region.nic_keys()->record());
+    if (auto keys = region.nic_keys())
+      records.push_back(keys->record());
+    else if (host && !nics_.empty())
+      records.push_back({AccessKind::rdma, ""});  // ask for it
     return records;
   }));
 }

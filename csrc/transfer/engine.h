@@ -63,6 +63,8 @@ struct EngineOptions {
   uint64_t slice_bytes = 4 << 20;  // the most one chunk on a lane carries, 256 KiB .. 4 MiB; less where lanes are slow
   // The most that ops of a priority, begun here, read and write together, in bytes/s. 0: no limit.
   uint64_t foreground_rate = 0, background_rate = 0;
+  // Settings of "rdma", "sl=3,tc=106": rdma/options.h. `nics` chooses its devices, by their names too ("mlx5_*").
+  std::string rdma{};
   // What "rdma" stands on; null: libibverbs, opened when an engine first allows "rdma".
   std::shared_ptr<transfer::rdma::Driver> rdma_driver{};
 };

@@ -69,6 +69,11 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
   HostRails& host_rails() { return host_rails_; }
   const rdma::Nics& nics() const { return nics_; }  // empty unless "rdma" is allowed
+  rdma::WordTable& words() { return *words_; }      // with NICs
+  // The engine's id, where peers' NICs read it: they see that they have reached this engine and no other.
+  const rdma::SlotPtr& nic_identity() const { return nic_identity_; }
+  // Registers host memory with the NICs, if that was left for later. Takes the time that pinning takes.
+  Status ensure_nic_keys(RegionImpl& region);
   // `done` when what NICs have written into devices until now is there for whoever works on them: at once, or on a
   // thread of its own, as drivers may block.
   void flush_nic_writes(std::function<void(const Status&)> done);
@@ -87,7 +92,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
  private:
   EngineImpl(EngineOptions options, NicFilter nics, std::unique_ptr<rpc::Endpoint> rpc);
   void rails_changed();
-  Status open_nics();
+  Status open_nics(const NicFilter& filter);
   void attach();
   Status check(Direction direction, std::span<const Batch> batches) const;
   Result<OpPtr> transfer_to_many(Direction direction, std::vector<Batch> batches, OpOptions options);
@@ -101,6 +106,9 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::shared_ptr<NotificationQueue> notes_;
   std::unique_ptr<rpc::Endpoint> rpc_;
   rdma::Nics nics_;
+  std::shared_ptr<rdma::WordTable> words_;
+  rdma::SlotPtr nic_identity_;
+  bool lazy_nics_ = false;
   std::atomic<uint64_t> flush_devices_{0};  // a bit each: has regions that NICs write to, and wants flush_nic_writes()
   std::shared_ptr<RegionTable> regions_;    // shared with drains that may outlive us
   std::shared_ptr<Pacer> pacer_;

@@ -321,6 +321,11 @@ std::string OpImpl::take_notify() {
   return std::exchange(options_.notify, {});
 }
 
+void OpImpl::give_back_notify(std::string text) {
+  std::lock_guard lock(mutex_);
+  options_.notify = std::move(text);
+}
+
 void OpImpl::part_done(const PartPtr& part, const Status& status) {
   if (!status.is_ok()) stop(status);
   uint64_t over = 0;

@@ -91,6 +91,8 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   // The notification, for a transport that will deliver it behind its data. Empty if there is none, or if other parts
   // have data too (the op then sends it when all have ended).
   std::string take_notify();
+  // By a transport that cannot after all, while a part of its own is there: the op sends it when all have ended.
+  void give_back_notify(std::string text);
 
  private:
   // What was submitted at once: some bytes, and the parts that still carry them.

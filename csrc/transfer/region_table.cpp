@@ -1,6 +1,7 @@
 #include "transfer/region_table.h"
 
 #include "common/random.h"
+#include "transfer/rdma/memory.h"
 
 namespace torch_mooncake::transfer {
 
@@ -8,6 +9,20 @@ std::string RegionImpl::name() const {
   std::string out = "region " + std::to_string(id_);
   if (!options_.label.empty()) out += " '" + options_.label + "'";
   return out;
+}
+
+std::shared_ptr<rdma::RegionKeys> RegionImpl::nic_keys() const {
+  std::lock_guard lock(keys_mutex_);
+  return nic_keys_;
+}
+
+Status RegionImpl::ensure_nic_keys(const std::function<Result<std::shared_ptr<rdma::RegionKeys>>()>& make) {
+  std::lock_guard lock(keys_mutex_);  // also of whoever wants them meanwhile: they are made once
+  if (nic_keys_) return {};
+  if (forgotten_) return {Code::key_not_found, name() + " is not registered any more"};
+  TM_ASSIGN(nic_keys_, make());
+  nic_keys_->set_generation(word_.load());
+  return {};
 }
 
 RegionTable::RegionTable(const Id128& engine) : engine_(engine), next_generation_(random_u64() | 1) {}
@@ -33,6 +48,7 @@ RegionImplPtr RegionTable::add(Place place, RegionOptions options,
     next_generation_ += 2;  // odd: never the zero that a dead word holds
   }
   region->word_.store(region->generation_, std::memory_order_release);
+  if (region->nic_keys_) region->nic_keys_->set_generation(region->generation_);
   Descriptor d;
   d.engine = engine_;
   d.kind = region->kind_;
@@ -75,15 +91,18 @@ bool RegionTable::remove(const RegionImplPtr& region) {
   auto it = live_.find(region->id_);
   if (it == live_.end() || it->second != region) return false;
   region->word_.store(0, std::memory_order_seq_cst);
+  if (auto keys = region->nic_keys()) keys->set_generation(0);
   index_.erase(reinterpret_cast<uint64_t>(region->data_), region->id_);
   quarantined_.insert(live_.extract(it));
   return true;
 }
 
 std::shared_ptr<void> RegionTable::forget(const RegionImplPtr& region) {
-  std::shared_ptr<rdma::RegionKeys> keys;  // fences when it goes, without the lock
+  std::shared_ptr<rdma::RegionKeys> keys;  // fences when it goes, without the locks
   std::lock_guard lock(mutex_);
   if (quarantined_.erase(region->id_) == 0) return nullptr;
+  std::lock_guard keys_lock(region->keys_mutex_);
+  region->forgotten_ = true;
   keys = std::move(region->nic_keys_);
   return std::move(region->options_.keep);
 }

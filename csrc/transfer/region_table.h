@@ -45,8 +45,10 @@ class RegionImpl final : public Region {
   const std::shared_ptr<Segment>& segment() const { return segment_; }
   uint64_t segment_offset() const { return segment_offset_; }
   const Id128& engine() const { return engine_; }
-  // With RDMA: how NICs reach it. Gone when the region is forgotten, which fences them.
-  const std::shared_ptr<rdma::RegionKeys>& nic_keys() const { return nic_keys_; }
+  // With RDMA: how NICs reach it; null before they do. Gone when the region is forgotten, which fences them.
+  std::shared_ptr<rdma::RegionKeys> nic_keys() const;
+  // Makes them, once, by `make`, for a region that was registered without (lazily).
+  Status ensure_nic_keys(const std::function<Result<std::shared_ptr<rdma::RegionKeys>>()>& make);
   LocalKind local_kind() const { return local_kind_; }
 
  private:
@@ -59,7 +61,9 @@ class RegionImpl final : public Region {
   std::shared_ptr<Backing> backing_;
   std::shared_ptr<Segment> segment_;
   uint64_t segment_offset_ = 0;
+  mutable std::mutex keys_mutex_;
   std::shared_ptr<rdma::RegionKeys> nic_keys_;
+  bool forgotten_ = false;  // no keys are made any more
   Id128 engine_{};
   std::string descriptor_;
   std::atomic<uint64_t> word_{0};

@@ -31,6 +31,8 @@ enum Method : uint16_t {
   kRdmaDisconnect = 151,  // call: answered when that end is destroyed
   kRdmaNotify = 152,      // call: the text of a notification whose immediate comes behind the data
   kRdmaFlush = 153,       // call: answered when what NICs have written into devices is there
+  kRdmaKeys = 154,        // call: register that region of yours with your NICs; its record
+  kRdmaImmediate = 155,   // post: as an immediate, when no rail is left to carry one
   kStageOpen = 160,       // call: descriptor of the owner's slots for us (stage)
   kStage = 161,           // call: owner, move these bytes between a slot and your file or device; answered when moved
 };

@@ -32,7 +32,8 @@ def reference(pages: torch.Tensor, axes: tuple[int, ...], dtype: torch.dtype) ->
     scales = (amax / LARGEST[dtype]).clamp(min=FLOOR)
     y = x * spread(1.0 / scales, axes, x.dim())
     if dtype == FP8:
-        return y.clamp(-448, 448).to(FP8), scales
+        nan = torch.tensor(float("nan")).copysign(1.0 - 2.0 * pages.signbit().float())  # float() may lose its sign
+        return torch.where(x.isnan(), nan, y.clamp(-448, 448)).to(FP8), scales
     return y.clamp(-127, 127).round().nan_to_num(0).to(INT8), scales
 
 

@@ -88,6 +88,29 @@ def test_rdma_ports_that_are_down_and_devices_that_may_not_be_opened(tmp_path: P
     assert not named(list(checks.rdma(tmp_path)), "RDMA devices").ok
 
 
+def test_gids_and_packets_of_roce_ports(tmp_path: Path) -> None:
+    def port(name: str, gids: list[tuple[str, str]], mtu: int) -> dict[str, str]:
+        folder = f"sys/class/infiniband/{name}/ports/1"
+        files = {f"{folder}/state": "4: ACTIVE\n", f"{folder}/link_layer": "Ethernet\n"}
+        files |= {f"{folder}/gids/{i}": gid + "\n" for i, (gid, _) in enumerate(gids)}
+        files |= {f"{folder}/gid_attrs/types/{i}": kind + "\n" for i, (_, kind) in enumerate(gids)}
+        return {**files, f"{folder}/gid_attrs/ndevs/0": f"eth-{name}\n", f"sys/class/net/eth-{name}/mtu": f"{mtu}\n"}
+
+    local, v4 = "fe80:0000:0000:0000:0000:0000:0000:0001", "0000:0000:0000:0000:0000:ffff:0a00:0001"
+    nothing = "0000:0000:0000:0000:0000:0000:0000:0000"
+    good = [(local, "IB/RoCE v1"), (local, "RoCE v2"), (v4, "IB/RoCE v1"), (v4, "RoCE v2"), (nothing, "")]
+    found = list(checks.rdma(write(tmp_path, port("a", good, 4200))))
+    assert named(found, "GIDs").ok
+    assert named(found, "GIDs").value == "a: link-local, v1 IPv4, v2 IPv4"
+    assert (named(found, "RDMA packets").ok, named(found, "RDMA packets").value) == (True, "a 4096 bytes")
+    found = list(checks.rdma(write(tmp_path, port("b", good[:2], 1500))))
+    assert not named(found, "GIDs").ok
+    assert "b: no RoCE v2 GID" in named(found, "GIDs").advice
+    packets = named(found, "RDMA packets")
+    assert (packets.ok, packets.value) == (False, "a 4096 bytes, b 1024 bytes")
+    assert "the devices differ" in packets.advice
+
+
 def test_shared_memory_pages_and_congestion_control(tmp_path: Path) -> None:
     root = write(
         tmp_path,

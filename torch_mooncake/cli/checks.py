@@ -91,7 +91,7 @@ def nics(root: Path) -> Iterator[Check]:
         ", ".join(words) or "none but loopback",
         "peers on other hosts cannot be reached: bring an interface up, or check TM_NICS",
     )
-    small = [nic["name"] for nic in used if nic["speed_mbps"] >= 10_000 and nic["mtu"] < 9000]
+    small = [nic["name"] for nic in used if nic["speed_mbps"] >= 10_000 and 0 < nic["mtu"] < 9000]
     if small:
         advice = (
             "jumbo frames save CPU at 10 Gbit/s and above; root: ip link set dev NAME mtu 9000 (both ends, switches)"
@@ -128,6 +128,9 @@ def rdma(root: Path) -> Iterator[Check]:
         "unlimited" if soft in (resource.RLIM_INFINITY, -1) else human(soft),
         "NICs lock what is registered: ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity)",
     )
+    from torch_mooncake.cli import rdma_checks
+
+    yield from rdma_checks.devices(root, devices)
 
 
 def cuda(root: Path) -> Iterator[Check]:

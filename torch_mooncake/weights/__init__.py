@@ -1,11 +1,47 @@
-"""Model weights through the pool: a trainer publishes, workers follow.
+"""Model weights: a trainer publishes, workers follow.
+
+Through the pool, which keeps the version:
 
 weights.publish(model, "policy", step=7)              # in the trainer
 policy = weights.subscribe(model, "policy")           # in each worker
 policy.update(timeout=60)                             # the next version, copied into the model's own tensors
+
+Directly between the processes, whatever their layouts, with the workers passing on what they have:
+
+publisher = weights.Publisher("policy", model)        # in each trainer rank
+publisher.publish(step=7)
+subscriber = weights.Subscriber("policy", model)      # in each worker
+subscriber.update(timeout=60)
+
+weights.describe(model, layout)                       # which part of which global tensor this process holds
+weights.compare(sources, targets)                     # do these manifests fit those?
 """
 
+from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.describe import describe
+from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
+from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published, publish
+from torch_mooncake.weights.publisher import Publisher
+from torch_mooncake.weights.shards import Manifest
 from torch_mooncake.weights.subscribe import Subscription, Update, subscribe
+from torch_mooncake.weights.subscriber import Subscriber
 
-__all__ = ["Published", "Subscription", "Update", "publish", "subscribe"]
+__all__ = [
+    "Layout",
+    "Manifest",
+    "Part",
+    "Place",
+    "Published",
+    "Publisher",
+    "Rule",
+    "Split",
+    "Stack",
+    "Subscriber",
+    "Subscription",
+    "Update",
+    "compare",
+    "describe",
+    "publish",
+    "subscribe",
+]

@@ -13,7 +13,8 @@ constexpr int64_t kPartNbytes = 1 << 20;          // a page larger than this is 
 constexpr int64_t kGrainNbytes = 256 << 10;       // what one thread must have to do to be worth its wake-up
 constexpr int64_t kNonTemporalNbytes = 32 << 20;  // below, the copy may well be read again from a cache
 constexpr int64_t kStridedPartNbytes = 16 << 10;  // small enough to be fetched while the one before is copied
-constexpr int64_t kBundledNbytes = 256;           // of one region, before the next one of its bundle has its turn
+constexpr int64_t kTurnNbytes = 256;              // of a region, before the next one of its bundle has its turn
+constexpr int64_t kDenseTurnNbytes = 1024;
 constexpr size_t kBundle = 16;
 constexpr int64_t kLine = 64;
 
@@ -146,7 +147,9 @@ void CopyPlan::copy_dims(int first_dim, const Bundle& bundle, Offset at, int64_t
       copy_dims(first_dim + 1, bundle, at, ahead);
     return;
   }
-  const int64_t step = bundle.size() == 1 ? dim.size : std::max<int64_t>(1, kBundledNbytes / page_.run_nbytes);
+  // One region's rows go on while they are one piece of the source.
+  const int64_t turn = dim.src_stride == page_.run_nbytes ? kDenseTurnNbytes : kTurnNbytes;
+  const int64_t step = bundle.size() == 1 ? dim.size : std::max<int64_t>(1, turn / page_.run_nbytes);
   for (int64_t i = 0; i < dim.size; i += step, at.dst += step * dim.dst_stride, at.src += step * dim.src_stride) {
     const CopyDim rows{std::min(step, dim.size - i), dim.src_stride, dim.dst_stride};
     for (const CopyRegion& region : bundle) copy_rows(rows, region.dst + at.dst, region.src + at.src, ahead);

@@ -14,8 +14,9 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr size_t kStreams = 4;
 constexpr size_t kSpan = 4096;              // a long piece feeds the four streams with neighbouring 4 KiB pages
+constexpr size_t kTurn = 2 * kLine;         // of a stream, before the next one has its turn
 constexpr size_t kMinStreamed = 2 * kLine;  // below this the unaligned ends are all there is
-constexpr size_t kAhead = 8 * kLine;        // fetched before it is copied: no prefetcher follows from page to page
+constexpr size_t kAhead = 4 * kLine;        // fetched before it is copied: no prefetcher follows from page to page
 
 // One cache line.
 __attribute__((target("avx512f"), always_inline)) inline void line_avx512(std::byte* dst, const std::byte* src) {
@@ -35,22 +36,36 @@ __attribute__((target("sse2"), always_inline)) inline void line_sse2(std::byte* 
 }
 inline void fetch(const std::byte* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 
-// `nbytes` (whole lines) of each of four streams; destinations are aligned to a line. `next`: the streams after these.
+// `nbytes` (whole turns) of each of four streams; destinations are aligned to a line. `next`: the streams after these.
 using Stream4 = void (*)(std::byte* const* dst, const std::byte* const* src, const std::byte* const* next,
                          size_t nbytes);
 using Rows = void (*)(std::byte* dst, int64_t dst_stride, const std::byte* src, int64_t src_stride, int64_t rows,
                       int64_t row_nbytes, int64_t ahead);
 
-// The loops for one instruction set: what a target attribute says does not reach into templates.
+// The loops for one instruction set: what a target attribute says does not reach into templates. A stream's turn is two
+// lines.
+#define TM_STREAM_TURN(isa, to, from, ahead) \
+  fetch(ahead), fetch(ahead + kLine), line_##isa(to, from), line_##isa(to + kLine, from + kLine)
 #define TM_STREAM_LOOPS(isa, features)                                                                        \
   __attribute__((target(features))) void stream4_##isa(std::byte* const* dst, const std::byte* const* src,    \
                                                        const std::byte* const* next, size_t nbytes) {         \
+    std::byte *d0 = dst[0], *d1 = dst[1], *d2 = dst[2], *d3 = dst[3];                                         \
+    const std::byte *s0 = src[0], *s1 = src[1], *s2 = src[2], *s3 = src[3];                                   \
+    const std::byte *n0 = next[0], *n1 = next[1], *n2 = next[2], *n3 = next[3];                               \
     const size_t own = nbytes > kAhead ? nbytes - kAhead : 0;                                                 \
-    for (size_t i = 0; i < nbytes; i += kLine)                                                                \
-      for (size_t s = 0; s < kStreams; ++s) {                                                                 \
-        fetch(i < own ? src[s] + i + kAhead : next[s] + (i - own));                                           \
-        line_##isa(dst[s] + i, src[s] + i);                                                                   \
-      }                                                                                                       \
+    size_t i = 0;                                                                                             \
+    for (; i < own; i += kTurn) {                                                                             \
+      TM_STREAM_TURN(isa, d0 + i, s0 + i, s0 + i + kAhead);                                                   \
+      TM_STREAM_TURN(isa, d1 + i, s1 + i, s1 + i + kAhead);                                                   \
+      TM_STREAM_TURN(isa, d2 + i, s2 + i, s2 + i + kAhead);                                                   \
+      TM_STREAM_TURN(isa, d3 + i, s3 + i, s3 + i + kAhead);                                                   \
+    }                                                                                                         \
+    for (; i < nbytes; i += kTurn) {                                                                          \
+      TM_STREAM_TURN(isa, d0 + i, s0 + i, n0 + (i - own));                                                    \
+      TM_STREAM_TURN(isa, d1 + i, s1 + i, n1 + (i - own));                                                    \
+      TM_STREAM_TURN(isa, d2 + i, s2 + i, n2 + (i - own));                                                    \
+      TM_STREAM_TURN(isa, d3 + i, s3 + i, n3 + (i - own));                                                    \
+    }                                                                                                         \
   }                                                                                                           \
   __attribute__((target(features))) void rows_##isa(std::byte* dst, int64_t dst_stride, const std::byte* src, \
                                                     int64_t src_stride, int64_t rows, int64_t row_nbytes,     \
@@ -151,7 +166,7 @@ void copy_quad(const Quad& quad, const Quad& following) {
     dst[s] = static_cast<std::byte*>(quad[s].dst) + head[s];
     src[s] = static_cast<const std::byte*>(quad[s].src) + head[s];
     next[s] = static_cast<const std::byte*>(following[s].src);
-    nbytes = std::min(nbytes, (quad[s].nbytes - head[s]) / kLine * kLine);
+    nbytes = std::min(nbytes, (quad[s].nbytes - head[s]) / kTurn * kTurn);
   }
   loops().stream4(dst, src, next, nbytes);
   for (size_t s = 0; s < kStreams; ++s) copy_part(quad[s], head[s] + nbytes, quad[s].nbytes);

@@ -88,7 +88,10 @@ class FakeDevice;
 class FakeRegistration final : public Registration {
  public:
   explicit FakeRegistration(uint32_t key) : key_(key) {}
+  // The key of what is deregistered works on, as if the NIC had handed it out again at once.
+  static inline std::atomic<bool> keys_live_on{false};
   ~FakeRegistration() override {
+    if (keys_live_on) return;
     auto& key = Fabric::instance().keys[key_];
     key.valid = 0;
     wait_until_unused(key.users);
@@ -105,8 +108,8 @@ class FakePair final : public QueuePair {
   FakePair(std::shared_ptr<FakeDevice> device, uint32_t number, uint32_t depth)
       : device_(std::move(device)), number_(number), depth_(depth) {}
   ~FakePair() override;
-  QueuePairAddress address() const override { return {{}, 0, number_, 7, 4096}; }
-  Status connect(const QueuePairAddress& remote) override;
+  QueuePairAddress address() const override { return {0, number_, 7, 4096}; }
+  Status connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid& remote_gid) override;
   void fail() override;
   Status post(std::span<const WorkRequest> requests) override;
   Status post_receives(uint32_t count) override {
@@ -127,6 +130,7 @@ class FakePair final : public QueuePair {
   const uint32_t number_, depth_;
   std::deque<Queued> queue_;  // this and `failed_` under the device's mutex
   bool failed_ = false;
+  bool lost_ = false;  // what it sends never arrives
 };
 
 class FakeDevice final : public Device, public std::enable_shared_from_this<FakeDevice> {
@@ -184,6 +188,13 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     set_hanging(true);
     raise(Event::fatal);
   }
+  // Its GIDs; packets from the first `lost` of them never arrive.
+  void set_gids(std::vector<Gid> gids, size_t lost) {
+    std::lock_guard lock(mutex_);
+    gids_ = std::move(gids);
+    gids_lost_ = lost;
+  }
+  void set_max_pairs(int n) { max_pairs_ = n; }
   static inline std::function<bool(const void* data)> on_device;  // no memory of this host
   static inline bool peer_memory = false;                         // it is registered by address all the same
   static inline std::function<bool(void* to, const void* from, size_t n)> takes_write;  // a device's memory
@@ -194,7 +205,18 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
   // --- Device
   DeviceInfo info() const override {
     std::lock_guard lock(mutex_);
-    return {name_, port_up_, max_mr_nbytes_, 1 << 30, 256, 64, 4096, 100'000};
+    return {.name = name_,
+            .port_up = port_up_,
+            .max_mr_nbytes = max_mr_nbytes_,
+            .max_message_nbytes = 1 << 30,
+            .max_work_requests = 256,
+            .max_inline_nbytes = 64,
+            .mtu = 4096,
+            .speed_mbps = 100'000};
+  }
+  std::vector<Gid> gids() const override {
+    std::lock_guard lock(mutex_);
+    return gids_;
   }
   Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool, bool writable) override {
     if (on_device && on_device(data) && !peer_memory) return Status(Code::io, "ibv_reg_mr: Bad address");
@@ -227,6 +249,7 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     pair.device = id_;
     std::lock_guard lock(mutex_);
     if (dead()) return Status(Code::io, "ibv_create_qp: Input/output error");
+    if (pairs_alive_ >= max_pairs_) return Status(Code::busy, "the fake has as many queue pairs as it may");
     ++pairs_alive_;
     auto made = std::make_unique<FakePair>(shared_from_this(), index, work_requests);
     pairs_by_number_[index] = made.get();
@@ -354,7 +377,7 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     auto& remote = Fabric::instance().pairs[pair.mine().peer];
     remote.users++;
     Outcome outcome = Outcome::retries_exceeded;
-    if (remote.ready == 1 && remote.peer == pair.number_)
+    if (remote.ready == 1 && remote.peer == pair.number_ && !pair.lost_)
       outcome = move_between(remote, queued, planned == Outcome::done ? request.nbytes : request.nbytes / 2);
     if (outcome == Outcome::done && request.opcode == Opcode::write_with_immediate)  // also one whose fate is unknown
       outcome = deliver(remote, pair.mine().peer, request.immediate);
@@ -417,12 +440,14 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
   UniqueFd completion_fd_, ready_fd_, event_fd_, socket_;
   std::atomic<int> delay_us_{0};
   std::atomic<uint64_t> moved_{0}, requests_{0};
-  std::atomic<int> pairs_alive_{0};
+  std::atomic<int> pairs_alive_{0}, max_pairs_{1 << 20};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false, hanging_ = false, port_up_ = true, armed_ = false;
   std::string events_seen_fatal_;
+  std::vector<Gid> gids_ = {Gid{.raw = {0xfe}, .kind = GidKind::infiniband}};
+  size_t gids_lost_ = 0;
   int fail_after_ = -1;
   Outcome fail_outcome_ = Outcome::failed;
   std::map<uint32_t, FakePair*> pairs_by_number_;
@@ -444,9 +469,10 @@ inline FakePair::~FakePair() {
   --device_->pairs_alive_;
 }
 
-inline Status FakePair::connect(const QueuePairAddress& remote) {
+inline Status FakePair::connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid&) {
   mine().peer = remote.number;
   std::lock_guard lock(device_->mutex_);
+  for (size_t i = 0; i < device_->gids_lost_; ++i) lost_ = lost_ || our_gid.raw == device_->gids_[i].raw;
   if (!device_->port_up_ || device_->dead()) return {Code::io, "ibv_modify_qp: the port is down"};
   mine().ready = 1;
   return {};
@@ -488,7 +514,7 @@ class FakeDriver final : public Driver {
   ~FakeDriver() override {
     for (auto& device : devices_) device->stop();
   }
-  Result<std::vector<std::shared_ptr<Device>>> open_devices() override {
+  Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter&, const RdmaOptions&) override {
     if (devices_.empty()) return Status(Code::unsupported, "no RDMA device with an active port");
     return std::vector<std::shared_ptr<Device>>(devices_.begin(), devices_.end());
   }

@@ -2,11 +2,10 @@
 
 namespace torch_mooncake::transfer::rdma {
 
-void QueuePairAddress::encode(ByteWriter& out) const { out.put(gid).put(lid).put(number).put(first_packet).put(mtu); }
+void QueuePairAddress::encode(ByteWriter& out) const { out.put(lid).put(number).put(first_packet).put(mtu); }
 
 QueuePairAddress QueuePairAddress::decode(ByteReader& in) {
   QueuePairAddress out;
-  out.gid = in.get_id();
   out.lid = in.get<uint16_t>();
   out.number = in.get<uint32_t>();
   out.first_packet = in.get<uint32_t>();

@@ -17,23 +17,27 @@
 
 #include "common/bytes.h"
 #include "common/status.h"
+#include "topology/filter.h"
+#include "transfer/rdma/gid.h"
+#include "transfer/rdma/options.h"
 
 namespace torch_mooncake::transfer::rdma {
 
 struct DeviceInfo {
-  std::string name;  // "mlx5_0"
+  std::string name;  // "mlx5_0"; "mlx4_0:2" for its second port
   bool port_up = false;
   uint64_t max_mr_nbytes = 0;  // the most that one registration holds
   uint64_t max_message_nbytes = 0;
   uint32_t max_work_requests = 0;
   uint32_t max_inline_nbytes = 0;
-  uint32_t mtu = 0;         // bytes
-  uint64_t speed_mbps = 0;  // 0: unknown
+  uint32_t mtu = 0;            // bytes
+  uint64_t speed_mbps = 0;     // 0: unknown
+  bool page_faults = false;    // it takes them (ODP), and was asked to
+  bool relaxed_order = false;  // its writes into memory may pass each other
 };
 
 // Where a queue pair is reached, as the other side's NIC wants it.
 struct QueuePairAddress {
-  std::array<uint8_t, 16> gid{};
   uint16_t lid = 0;
   uint32_t number = 0, first_packet = 0, mtu = 0;
   void encode(ByteWriter& out) const;
@@ -76,8 +80,8 @@ class QueuePair {
  public:
   virtual ~QueuePair() = default;
   virtual QueuePairAddress address() const = 0;
-  // To the state in which both sides can send, towards `remote`.
-  virtual Status connect(const QueuePairAddress& remote) = 0;
+  // To the state in which both sides can send, towards `remote` at `remote_gid`, from our GID.
+  virtual Status connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid& remote_gid) = 0;
   // Everything posted and not done completes as flushed, unsignalled requests too, in order.
   virtual void fail() = 0;
   // All or none; one doorbell. Errors: io (the queue pair takes no more).
@@ -91,6 +95,8 @@ class Device {
 
   virtual ~Device() = default;
   virtual DeviceInfo info() const = 0;
+  // Those of its port that connections may use, as they are now: an interface's come and go with its addresses.
+  virtual std::vector<Gid> gids() const = 0;
   // Rights are those of peers; this process reads and, unless the pages themselves forbid it, writes.
   virtual Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool readable,
                                                                 bool writable) = 0;
@@ -98,6 +104,7 @@ class Device {
   // descriptor may be closed afterwards. unsupported: not by this driver.
   virtual Result<std::unique_ptr<Registration>> register_dmabuf(int fd, uint64_t offset, uint64_t nbytes,
                                                                 uint64_t address, bool readable, bool writable) = 0;
+  // busy: it has as many as it can, or as the options allow.
   virtual Result<std::unique_ptr<QueuePair>> make_queue_pair(uint32_t work_requests, uint32_t receives) = 0;
   // Up to out.size() completions; how many.
   virtual size_t poll(std::span<Completion> out) = 0;
@@ -112,8 +119,10 @@ class Device {
 class Driver {
  public:
   virtual ~Driver() = default;
-  // Devices with a usable port, opened. Unsupported, with the reason in words, if there is none.
-  virtual Result<std::vector<std::shared_ptr<Device>>> open_devices() = 0;
+  // Those that the filter allows and that have a usable port, by name, opened. Unsupported, with the reason in words,
+  // if there is none.
+  virtual Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter& filter,
+                                                                    const RdmaOptions& options) = 0;
 };
 
 }  // namespace torch_mooncake::transfer::rdma

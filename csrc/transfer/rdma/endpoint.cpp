@@ -2,9 +2,11 @@
 
 #include <algorithm>
 
+#include "common/log.h"
 #include "transfer/engine_impl.h"
 #include "transfer/rdma/later.h"
 #include "transfer/rdma/passive_pair.h"
+#include "transfer/tcp/endpoint.h"
 #include "transfer/wire.h"
 
 namespace torch_mooncake::transfer::rdma {
@@ -20,6 +22,10 @@ void RdmaEndpoint::attach(EngineImpl& engine) {
   engine.handle(kRdmaConnect, forward(&RdmaEndpoint::on_connect));
   engine.handle(kRdmaDisconnect, forward(&RdmaEndpoint::on_disconnect));
   engine.handle(kRdmaNotify, forward(&RdmaEndpoint::on_notify));
+  engine.handle(kRdmaKeys, forward(&RdmaEndpoint::on_keys));
+  engine.handle(kRdmaImmediate, [](PeerImpl& peer, rpc::Message message, rpc::Responder) {
+    if (auto* endpoint = peer.endpoint<RdmaEndpoint>()) endpoint->on_immediate(std::move(message));
+  });
   engine.handle(kRdmaFlush, [](PeerImpl& peer, rpc::Message, rpc::Responder responder) {
     auto shared = std::make_shared<rpc::Responder>(std::move(responder));
     peer.engine().flush_nic_writes([shared](const Status& s) { s ? shared->ok() : shared->fail(s); });
@@ -30,9 +36,11 @@ RdmaEndpoint::~RdmaEndpoint() = default;
 
 bool RdmaEndpoint::available() const {
   if (!peer_.features().rdma) return false;
+  auto usable = [](auto& lane) {
+    return lane->state_ == RdmaLane::State::up || lane->state_ == RdmaLane::State::evicted;
+  };
   std::lock_guard lock(mutex_);
-  return !over_ && (lanes_.empty() || std::any_of(lanes_.begin(), lanes_.end(),
-                                                  [](auto& l) { return l->state_ == RdmaLane::State::up; }));
+  return !over_ && (lanes_.empty() || std::any_of(lanes_.begin(), lanes_.end(), usable));
 }
 
 Explanation RdmaEndpoint::explain() const {
@@ -76,14 +84,29 @@ std::vector<LaneStats> RdmaEndpoint::lane_stats() const {
 Result<RemoteMemoryPtr> RdmaEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
   auto* record = opened.descriptor.find(AccessKind::rdma);
   if (record == nullptr) return RemoteMemoryPtr();  // it is not registered with NICs: a file, say
+  std::string asked;
+  if (record->empty()) {  // the owner registers it when it is asked
+    ByteWriter request;
+    request.put(opened.descriptor.region).put(opened.descriptor.generation);
+    TM_ASSIGN(auto answer, peer_.session()->call_sync(kRdmaKeys, request.take(), deadline));
+    asked = std::move(answer.body);
+    record = &asked;
+  }
   TM_ASSIGN(auto memory, parse_rdma_record(*record, opened.descriptor.nbytes));
+  memory->generation = opened.descriptor.generation;
   {
     Later later;
     std::lock_guard lock(mutex_);
     if (lanes_.empty()) make_lanes(static_cast<uint32_t>(memory->nics.size()), later);
   }
   std::unique_lock lock(mutex_);
-  TM_TRY(wait_for_lane(lock, deadline));
+  Status found = wait_for_lane(lock, deadline);
+  const bool other_way = peer_.endpoint<StreamEndpoint>() && peer_.features().tcp && !over_;
+  if (!found && other_way && found.code() != Code::deadline_exceeded) {
+    log::warning("transfer", found.with("memory of " + peer_.name() + " is reached over TCP").to_string());
+    return RemoteMemoryPtr();
+  }
+  TM_TRY(found);
   return RemoteMemoryPtr(memory);
 }
 
@@ -102,9 +125,9 @@ void RdmaEndpoint::cut(RdmaPart& part, std::span<const Batch> batches) const {
     auto& remote = static_cast<RemoteRegionImpl&>(*batch.remote);
     auto& path = remote.path(part.op().direction(), region.local_kind());  // that of host memory may be another's
     auto* memory = static_cast<const RdmaMemory*>(path.memory.get());
-    auto* keys = region.nic_keys().get();
+    auto* keys = region.nic_keys().get();  // the op keeps the region, and that its keys
     auto local_base = reinterpret_cast<uint64_t>(region.data());
-    part.regions_.push_back({keys, memory});
+    part.regions_.push_back({keys, memory, batch.local, batch.remote});
     const bool write = part.op().direction() == Direction::write;
     (write ? part.flush_there_ : part.flush_here_) |= write ? memory->flush : keys->flush();
     auto regions = static_cast<uint32_t>(part.regions_.size() - 1);
@@ -116,7 +139,7 @@ void RdmaEndpoint::cut(RdmaPart& part, std::span<const Batch> batches) const {
         part.slices_.push_back({local_base + extent.local_offset, memory->address + extent.remote_offset,
                                 static_cast<uint32_t>(n), regions,
                                 static_cast<uint32_t>(extent.local_offset / keys->chunk_nbytes()),
-                                static_cast<uint32_t>(extent.remote_offset / memory->chunk_nbytes)});
+                                static_cast<uint32_t>(extent.remote_offset / memory->chunk_nbytes), false});
         extent.local_offset += n;
         extent.remote_offset += n;
         extent.nbytes -= n;
@@ -127,12 +150,17 @@ void RdmaEndpoint::cut(RdmaPart& part, std::span<const Batch> batches) const {
 
 void RdmaEndpoint::submit(const OpImplPtr& op, std::span<const Batch> batches) {
   auto part = std::make_shared<RdmaPart>(*this, op);
-  {
+  Status registered;
+  for (auto& batch : batches)
+    if (auto& region = static_cast<RegionImpl&>(*batch.local); registered && !region.nic_keys())
+      registered = peer_.engine().ensure_nic_keys(region);
+  if (registered) {
     std::lock_guard lock(mutex_);
     cut(*part, batches);
   }
   part->notify_ = op->take_notify();
   op->add(part);
+  if (!registered) return stop(part, registered);
   Later later;
   std::lock_guard lock(mutex_);
   if (part->stopped_) return;
@@ -141,12 +169,13 @@ void RdmaEndpoint::submit(const OpImplPtr& op, std::span<const Batch> batches) {
     moved(part, later);
   } else {
     make_ready(part);
+    if (!hopeless_) return without_rails(part, later);
   }
   pump(later);
 }
 
 void RdmaEndpoint::make_ready(const RdmaPartPtr& part) {
-  if (part->ready_ || part->stopped_ || !part->has_work()) return;
+  if (part->ready_ || part->stopped_ || part->leaving_ || !part->has_work()) return;
   part->ready_ = true;
   ready_.push_back(part);
 }
@@ -162,7 +191,10 @@ RdmaLane* RdmaEndpoint::best_lane() const {
 void RdmaEndpoint::pump(Later& later) {
   while (!ready_.empty()) {
     auto* lane = best_lane();
-    if (lane == nullptr) break;
+    if (lane == nullptr) {
+      recall_evicted(later);
+      break;
+    }
     auto part = ready_.front();
     lane->append(part, part->take());
     ++part->posted_;
@@ -173,6 +205,7 @@ void RdmaEndpoint::pump(Later& later) {
   }
   for (auto& lane : lanes_) {
     if (lane->batch_.empty()) continue;
+    lane->used_ns_ = steady_ns();
     if (Status status = lane->post(); !status) fail(*lane, status, later);
   }
 }
@@ -182,9 +215,15 @@ void RdmaEndpoint::completed(RdmaLane& lane, const Completion& completion) {
   std::lock_guard lock(mutex_);
   if (!lane.queue_pair_ || lane.queue_pair_->address().number != completion.queue_pair) return;
   bool good = completion.outcome == Outcome::done;
-  while (!lane.posted_.empty() && lane.first_id() <= completion.id) {
+  while (!lane.posted_.empty() && lane.first_id() <= completion.id && completion.id < lane.next_id_) {
     bool last = lane.first_id() == completion.id;
     auto posted = lane.pop();
+    if (!posted.part) {
+      Status outcome;
+      if (!good) outcome = {Code::io, completion.detail};
+      checked(lane.shared_from_this(), outcome, later);
+      continue;
+    }
     --posted.part->posted_;
     if (good) {
       bool write = posted.part->op().direction() == Direction::write;
@@ -211,7 +250,7 @@ void RdmaEndpoint::slice_done(const RdmaPartPtr& part, uint32_t slice, Later& la
   if (part->over_) return;  // the immediate of a notification that has been answered
   if (slice != RdmaPart::kImmediate) {
     ++part->done_;
-    part->op().add_bytes_done(part->slices_[slice].nbytes);
+    if (!part->slices_[slice].check) part->op().add_bytes_done(part->slices_[slice].nbytes);
   }
   if (part->stopped_) {
     if (part->posted_ == 0) end(part, later);
@@ -223,6 +262,14 @@ void RdmaEndpoint::slice_done(const RdmaPartPtr& part, uint32_t slice, Later& la
 // All bytes have arrived; those in device memory perhaps not yet for whoever works on the device. Its owner flushes:
 // this side now, the peer before it delivers a notification, or when it is asked.
 void RdmaEndpoint::moved(const RdmaPartPtr& part, Later& later) {
+  if (part->op().direction() == Direction::read && part->nbytes_ > 0) {
+    if (part->checks_.empty()) return begin_checks(part, later);
+    for (auto& [memory, slot] : part->checks_) {
+      if (slot->get(0) == memory->generation) continue;
+      part->outcome_ = {Code::key_not_found, "the remote region was deregistered while it was being read"};
+      return end(part, later);
+    }
+  }
   if (part->flush_here_) return flush_here(part, later);
   if (!part->notify_.empty()) return begin_notify(part, later);
   if (!part->flush_there_) return end(part, later);
@@ -236,6 +283,24 @@ void RdmaEndpoint::moved(const RdmaPartPtr& part, Later& later) {
       end(part, soon);
     });
   });
+}
+
+// What has been read is the region's if its generation is still what it was: a NIC may have given the key of one that
+// is gone to another. As nothing orders reads on different rails, these are posted when all others are done.
+void RdmaEndpoint::begin_checks(const RdmaPartPtr& part, Later& later) {
+  for (auto& regions : part->regions_) {
+    auto* memory = regions.remote;
+    if (std::any_of(part->checks_.begin(), part->checks_.end(), [&](auto& c) { return c.first == memory; })) continue;
+    auto slot = peer_.engine().words().take();
+    if (!slot) {
+      part->outcome_ = slot.status();
+      return end(part, later);
+    }
+    auto index = static_cast<uint32_t>(part->checks_.size());
+    part->slices_.push_back({(*slot)->address(), memory->generation_address, sizeof(uint64_t), index, 0, 0, true});
+    part->checks_.emplace_back(memory, std::move(*slot));
+  }
+  make_ready(part);
 }
 
 void RdmaEndpoint::flush_here(const RdmaPartPtr& part, Later& later) {
@@ -270,6 +335,7 @@ void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why, Later& later
   part->outcome_ = why;
   if (std::exchange(part->ready_, false)) std::erase(ready_, part);
   std::erase(wait_to_notify_, part);
+  if (part->left_) return;  // whoever hands it over ends it
   if (part->posted_ == 0) return end(part, later);
   // What is posted is soon over if the lanes are well. If they are not, they are flushed.
   std::weak_ptr<RdmaPart> weak = part;
@@ -318,6 +384,7 @@ void RdmaEndpoint::session_over(const Status& why) {
     for (auto part : std::deque(ready_)) stop(part, why, later);
     for (auto part : std::deque(wait_to_notify_)) stop(part, why, later);
     for (auto& lane : lanes_) {
+      if (lane->state_ == RdmaLane::State::checking) checked(lane, why, later);
       for (size_t i = 0; i < lane->posted_.size(); ++i) stop(RdmaPartPtr(lane->posted_[i].part), why, later);
       for (size_t i = 0; i < lane->unsettled_.size(); ++i) stop(RdmaPartPtr(lane->unsettled_[i].part), why, later);
       if (lane->state_ == RdmaLane::State::up) fail(*lane, why, later);

@@ -24,6 +24,7 @@
 namespace torch_mooncake::transfer {
 class EngineImpl;
 class PeerImpl;
+class StreamEndpoint;
 }  // namespace torch_mooncake::transfer
 
 namespace torch_mooncake::transfer::rdma {
@@ -55,7 +56,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   void stop(const RdmaPartPtr& part, const Status& why);
   void completed(RdmaLane& lane, const Completion& completion);
   void port_down(RdmaLane& lane);
-  bool flush_late(RdmaLane& lane, int64_t now_ns);  // true: ask again
+  bool late(RdmaLane& lane, int64_t now_ns);  // true: ask again
   void immediate(uint32_t id);
 
  private:
@@ -71,12 +72,26 @@ class RdmaEndpoint final : public TransportEndpoint {
   Status wait_for_lane(std::unique_lock<std::mutex>& lock, Deadline deadline);
   void connect(const RdmaLanePtr& lane, Later& later);
   void make_queue_pair(const RdmaLanePtr& lane);
-  void finish_connect(const RdmaLanePtr& lane, uint64_t connection, Result<rpc::Message> answer);
+  void finish_connect(const RdmaLanePtr& lane, uint64_t connection, const std::vector<Gid>& gids,
+                      Result<rpc::Message> answer);
+  void checked(const RdmaLanePtr& lane, const Status& outcome, Later& later);
   void not_connected(const RdmaLanePtr& lane, const Status& why, Later& later);
   void fail(RdmaLane& lane, const Status& why, Later& later);
   void flushed(RdmaLane& lane, Later& later);
   void settled(RdmaLane& lane, Later& later);
   void reconnect_later(RdmaLane& lane, Later& later);
+  void disconnect(RdmaLane& lane, Later& later);
+  void lose_hope(const Status& why, Later& later);
+  void without_rails(const RdmaPartPtr& part, Later& later);
+  void go_by(StreamEndpoint& stream, const RdmaPartPtr& part, const Status& lost);
+  void on_immediate(rpc::Message message);
+  // Room for one more queue pair on that NIC, if need be that of the lane that has been idle for longest, of any peer.
+  Result<std::unique_ptr<QueuePair>> queue_pair_on(const std::shared_ptr<Nic>& nic, uint32_t requests,
+                                                   uint32_t receives);
+  int64_t idle_since(const Nic& nic) const;  // INT64_MAX: none is idle
+  RdmaLane* idle_lane(const Nic& nic) const;
+  bool evict(const Nic& nic);
+  void recall_evicted(Later& later);
   // Parts.
   void cut(RdmaPart& part, std::span<const Batch> batches) const;
   void make_ready(const RdmaPartPtr& part);
@@ -84,6 +99,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   RdmaLane* best_lane() const;
   void slice_done(const RdmaPartPtr& part, uint32_t slice, Later& later);
   void moved(const RdmaPartPtr& part, Later& later);
+  void begin_checks(const RdmaPartPtr& part, Later& later);
   void begin_notify(const RdmaPartPtr& part, Later& later);
   void stop(const RdmaPartPtr& part, const Status& why, Later& later);
   void flush_here(const RdmaPartPtr& part, Later& later);
@@ -91,6 +107,8 @@ class RdmaEndpoint final : public TransportEndpoint {
   void expire(const RdmaPartPtr& part);
   // The peer's requests.
   void on_connect(rpc::Message request, rpc::Responder responder);
+  Result<std::string> accept(std::string_view body, Later& later);
+  void on_keys(rpc::Message request, rpc::Responder responder);
   void on_disconnect(rpc::Message request, rpc::Responder responder);
   void on_notify(rpc::Message request, rpc::Responder responder);
   void deliver(uint32_t id, Later& later);
@@ -100,6 +118,9 @@ class RdmaEndpoint final : public TransportEndpoint {
   std::condition_variable changed_;  // of a lane's state
   bool over_ = false;
   std::vector<RdmaLanePtr> lanes_;
+  uint32_t remote_nics_ = 1;
+  Status hopeless_;    // why no rail has been up for a while: what comes now does not wait for one
+  int64_t up_ns_ = 0;  // when the last rail but none went, or the first ones were asked for
   uint64_t next_connection_ = 1;
   std::deque<RdmaPartPtr> ready_;  // have something to post; each once
   uint32_t next_notify_ = 1;

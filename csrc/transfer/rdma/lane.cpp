@@ -19,6 +19,7 @@ void RdmaPart::stop(const Status& why) { endpoint_.stop(shared_from_this(), why)
 
 void RdmaLane::append(const RdmaPartPtr& part, uint32_t index) {
   WorkRequest request{};
+  uint32_t nbytes = 0;  // of payload
   request.id = next_id_++;
   if (index == RdmaPart::kImmediate) {
     request.opcode = Opcode::write_with_immediate;
@@ -26,20 +27,44 @@ void RdmaLane::append(const RdmaPartPtr& part, uint32_t index) {
     part->immediate_on_ = connection_;
   } else {
     auto& slice = part->slices_[index];
-    auto& regions = part->regions_[slice.regions];
-    bool write = part->op().direction() == Direction::write;
+    const bool write = part->op().direction() == Direction::write;
     request.opcode = write ? Opcode::write : Opcode::read;
-    request.inlined = write && regions.local->host() && slice.nbytes <= nic_->info().max_inline_nbytes;
     request.nbytes = slice.nbytes;
     request.local = slice.local;
     request.remote = slice.remote;
-    request.local_key = regions.local->local_key(nic_->index(), slice.local_chunk);
-    request.remote_key = regions.remote->keys[remote_nic_][slice.remote_chunk];
+    if (slice.check) {
+      auto& [memory, slot] = part->checks_[slice.regions];
+      request.inlined = false;
+      request.local_key = slot->local_key(nic_->index());
+      request.remote_key = memory->generation_keys[remote_nic_];
+    } else {
+      nbytes = slice.nbytes;
+      auto& regions = part->regions_[slice.regions];
+      request.inlined = write && regions.local->host() && slice.nbytes <= nic_->info().max_inline_nbytes;
+      request.local_key = regions.local->local_key(nic_->index(), slice.local_chunk);
+      request.remote_key = regions.remote->keys[remote_nic_][slice.remote_chunk];
+    }
   }
   request.signalled = request.id % kSignalEvery == kSignalEvery - 1;
   batch_.push_back(request);
-  posted_.push_back({part, index, request.nbytes});
-  posted_nbytes_ += request.nbytes;
+  posted_.push_back({part, index, nbytes});
+  posted_nbytes_ += nbytes;
+}
+
+// Reads the id of whoever is there.
+Status RdmaLane::post_check(uint64_t remote, uint32_t remote_key) {
+  WorkRequest request{};
+  request.id = next_id_++;
+  request.opcode = Opcode::read;
+  request.nbytes = sizeof(Id128);
+  request.local = landing_->address();
+  request.local_key = landing_->local_key(nic_->index());
+  request.remote = remote;
+  request.remote_key = remote_key;
+  for (int i : {0, 1}) landing_->set(i, 0);
+  batch_.push_back(request);
+  posted_.push_back({nullptr, 0, 0});
+  return post();
 }
 
 Status RdmaLane::post() {
@@ -72,7 +97,7 @@ void RdmaLane::port_down() {
 
 bool RdmaLane::tick(int64_t now_ns) {
   auto peer = peer_.lock();
-  return peer && endpoint_.flush_late(*this, now_ns);
+  return peer && endpoint_.late(*this, now_ns);
 }
 
 }  // namespace torch_mooncake::transfer::rdma

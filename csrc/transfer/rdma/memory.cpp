@@ -4,13 +4,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "transfer/cuda/memory.h"
 
 namespace torch_mooncake::transfer::rdma {
 namespace {
 
-constexpr uint64_t kPage = 4096;  // of a chunk's length
+constexpr uint64_t kPage = 4096;                // of a chunk's length
+constexpr uint64_t kParallelNbytes = 64 << 20;  // from this on the NICs register a region at the same time
 
 Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes, bool host) {
   rlimit limit{};
@@ -24,16 +26,17 @@ Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes, bo
 
 }  // namespace
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
-                                                     bool writable) {
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, WordTable& words, void* data, uint64_t nbytes,
+                                                     bool readable, bool writable) {
   auto* bytes = static_cast<std::byte*>(data);
-  return make(nics, reinterpret_cast<uint64_t>(data), nbytes, true, [=](Device& device, uint64_t at, uint64_t n) {
-    return device.register_memory(bytes + at, n, readable, writable);
-  });
+  return make(nics, words, reinterpret_cast<uint64_t>(data), nbytes, true,
+              [=](Device& device, uint64_t at, uint64_t n) {
+                return device.register_memory(bytes + at, n, readable, writable);
+              });
 }
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, const CudaMemory& memory, bool readable,
-                                                          bool writable) {
+Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, WordTable& words, const CudaMemory& memory,
+                                                          bool readable, bool writable) {
   const uint64_t base = memory.address(), page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const int device = memory.queue().device();
   const bool flush = !memory.driver().orders_nic_writes(device);
@@ -46,9 +49,9 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, cons
   auto by_address = [&](Device& device, uint64_t at, uint64_t n) {
     return device.register_memory(reinterpret_cast<void*>(base + at), n, readable, writable);
   };
-  auto keys = make(nics, base, memory.nbytes(), false, by_dmabuf);
+  auto keys = make(nics, words, base, memory.nbytes(), false, by_dmabuf);
   if (!keys) {
-    auto second = make(nics, base, memory.nbytes(), false, by_address);
+    auto second = make(nics, words, base, memory.nbytes(), false, by_address);
     if (!second) return keys.status().with("neither by dmabuf nor by address (" + second.status().message() + ")");
     keys = std::move(second);
   }
@@ -56,8 +59,8 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, cons
   return keys;
 }
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, uint64_t address, uint64_t nbytes, bool host,
-                                                     const RegisterChunk& fn) {
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, WordTable& words, uint64_t address,
+                                                     uint64_t nbytes, bool host, const RegisterChunk& fn) {
   auto keys = std::make_shared<RegionKeys>();
   keys->host_ = host;
   keys->address_ = address;
@@ -67,23 +70,37 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, uint64_t 
     keys->chunk_nbytes_ = std::max(kPage, std::min(keys->chunk_nbytes_, most / kPage * kPage));
   }
   keys->nics_ = nics;
-  for (auto& nic : nics) {
-    auto& registrations = keys->by_nic_.emplace_back();
+  TM_ASSIGN(keys->generation_, words.take());
+  keys->by_nic_.resize(nics.size());
+  std::vector<Status> outcomes(nics.size());
+  auto with_nic = [&](size_t i) {
     for (uint64_t at = 0; at < nbytes; at += keys->chunk_nbytes_) {
-      uint64_t n = std::min(keys->chunk_nbytes_, nbytes - at);
-      auto made = fn(nic->device(), at, n);
-      if (!made) return explain_failure(made.status(), *nic, n, host);
-      registrations.push_back(std::move(*made));
+      const uint64_t n = std::min(keys->chunk_nbytes_, nbytes - at);
+      auto made = fn(nics[i]->device(), at, n);
+      if (!made) {
+        outcomes[i] = explain_failure(made.status(), *nics[i], n, host);
+        return;
+      }
+      keys->by_nic_[i].push_back(std::move(*made));
     }
-  }
+  };
+  // Pinning is what takes the time, and each NIC's driver does it anew.
+  const size_t here = nbytes >= kParallelNbytes ? 1 : nics.size();
+  std::vector<std::thread> threads;
+  for (size_t i = here; i < nics.size(); ++i) threads.emplace_back(with_nic, i);
+  for (size_t i = 0; i < here; ++i) with_nic(i);
+  for (auto& thread : threads) thread.join();
+  for (auto& outcome : outcomes) TM_TRY(outcome);
   return keys;
 }
 
 AccessRecord RegionKeys::record() const {
   ByteWriter out;
-  out.put(address_).put(chunk_nbytes_).put(static_cast<uint8_t>(flush_)).put(static_cast<uint32_t>(nics_.size()));
-  for (size_t i = 0; i < nics_.size(); ++i) {
-    out.put(std::string_view(nics_[i]->info().name)).put(static_cast<uint32_t>(by_nic_[i].size()));
+  out.put(address_).put(chunk_nbytes_).put(generation_->address()).put(static_cast<uint8_t>(flush_));
+  out.put(static_cast<uint32_t>(nics_.size()));
+  for (uint32_t i = 0; i < nics_.size(); ++i) {
+    out.put(std::string_view(nics_[i]->info().name)).put(generation_->remote_key(i));
+    out.put(static_cast<uint32_t>(by_nic_[i].size()));
     for (auto& registration : by_nic_[i]) out.put(registration->remote_key());
   }
   return {AccessKind::rdma, out.take()};
@@ -94,11 +111,13 @@ Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, u
   auto memory = std::make_shared<RdmaMemory>();
   memory->address = in.get<uint64_t>();
   memory->chunk_nbytes = in.get<uint64_t>();
+  memory->generation_address = in.get<uint64_t>();
   memory->flush = in.get<uint8_t>() != 0;
-  auto nics = in.get_count(8);
+  auto nics = in.get_count(12);
   bool plausible = memory->chunk_nbytes > 0 && memory->chunk_nbytes <= UINT32_MAX && nics > 0;
   for (uint32_t i = 0; i < nics && in.ok(); ++i) {
     memory->nics.push_back(in.get_string());
+    memory->generation_keys.push_back(in.get<uint32_t>());
     auto& keys = memory->keys.emplace_back(in.get_count(4));
     for (auto& key : keys) key = in.get<uint32_t>();
     plausible = plausible && keys.size() == (nbytes + memory->chunk_nbytes - 1) / memory->chunk_nbytes;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "transfer/descriptor.h"
-#include "transfer/rdma/nic.h"
+#include "transfer/rdma/words.h"
 #include "transfer/transport.h"
 
 namespace torch_mooncake::transfer {
@@ -16,40 +16,44 @@ class CudaMemory;
 
 namespace torch_mooncake::transfer::rdma {
 
-using Nics = std::vector<std::shared_ptr<Nic>>;
-
 // Our own memory. Dropping the last reference fences: no NIC touches it afterwards, whatever keys peers still hold.
 class RegionKeys {
  public:
   // Errors: io, which says what to do where the limit of locked memory is the reason.
-  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, void* data, uint64_t nbytes, bool readable,
-                                                  bool writable);
+  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, WordTable& words, void* data, uint64_t nbytes,
+                                                  bool readable, bool writable);
   // Device memory (GPUDirect RDMA): by dmabuf, or, where the kernel has nvidia_peermem, by its address. Errors: those
   // of both ways.
-  static Result<std::shared_ptr<RegionKeys>> of_device(const Nics& nics, const CudaMemory& memory, bool readable,
-                                                       bool writable);
+  static Result<std::shared_ptr<RegionKeys>> of_device(const Nics& nics, WordTable& words, const CudaMemory& memory,
+                                                       bool readable, bool writable);
   bool host() const { return host_; }    // the CPU reaches it, too
   bool flush() const { return flush_; }  // see CudaDriver::orders_nic_writes
   uint64_t chunk_nbytes() const { return chunk_nbytes_; }
   uint32_t local_key(uint32_t nic, uint32_t chunk) const { return by_nic_[nic][chunk]->local_key(); }
-  // Body: u64 address, u64 bytes a chunk, u8 flush, u32 NICs; for each its name, u32 chunks, u32 remote keys.
+  // What a reader compares after it has read; 0 when the region is nobody's any more.
+  void set_generation(uint64_t generation) { generation_->set(0, generation); }
+  // Body: u64 address, u64 bytes a chunk, u64 address of the generation, u8 flush, u32 NICs; for each its name, u32 key
+  // of the generation, u32 chunks, u32 their keys.
   AccessRecord record() const;
 
  private:
   using RegisterChunk = std::function<Result<std::unique_ptr<Registration>>(Device&, uint64_t at, uint64_t nbytes)>;
-  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, uint64_t address, uint64_t nbytes, bool host,
-                                                  const RegisterChunk& fn);
+  static Result<std::shared_ptr<RegionKeys>> make(const Nics& nics, WordTable& words, uint64_t address, uint64_t nbytes,
+                                                  bool host, const RegisterChunk& fn);
 
   uint64_t address_ = 0, chunk_nbytes_ = 0;
   bool host_ = true, flush_ = false;
   Nics nics_;
+  SlotPtr generation_;
   std::vector<std::vector<std::unique_ptr<Registration>>> by_nic_;
 };
 
 // A peer's.
 struct RdmaMemory final : RemoteMemory {
   uint64_t address = 0, chunk_nbytes = 0;
+  uint64_t generation = 0, generation_address = 0;  // what its word holds while it lives, and where that is
   bool flush = false;  // what is written there has to be flushed by its owner before it counts as there
+  std::vector<uint32_t> generation_keys;    // by the owner's NIC
   std::vector<std::vector<uint32_t>> keys;  // by the owner's NIC, by chunk
   std::vector<std::string> nics;
 };

@@ -19,6 +19,7 @@ struct RdmaSlice {
   uint32_t nbytes;
   uint32_t regions;  // index in RdmaPart::regions
   uint32_t local_chunk, remote_chunk;
+  bool check;  // it reads the remote region's generation into the slot of RdmaPart::checks
 };
 
 class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart> {
@@ -30,6 +31,8 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   struct Regions {
     const RegionKeys* local;
     const RdmaMemory* remote;
+    RegionPtr ours;
+    RemoteRegionPtr theirs;
   };
 
   RdmaPart(RdmaEndpoint& endpoint, OpImplPtr op) : endpoint_(endpoint), op_(std::move(op)) {}
@@ -48,6 +51,7 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   const OpImplPtr op_;
   std::vector<RdmaSlice> slices_;
   std::vector<Regions> regions_;
+  std::vector<std::pair<const RdmaMemory*, SlotPtr>> checks_;  // of a read, once its data is there
   uint64_t nbytes_ = 0;
   bool flush_here_ = false, flush_there_ = false;  // device memory is written, which its owner flushes at the end
   bool flushing_ = false;
@@ -62,6 +66,7 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   bool notifying_ = false, immediate_due_ = false;
   uint64_t immediate_on_ = 0;  // the connection that the immediate was posted on last
   bool stopped_ = false, over_ = false;
+  bool leaving_ = false, left_ = false;  // for TCP, as no rail is left: asked to, and handed over
   int failures_ = 0;
   Status outcome_;
 };

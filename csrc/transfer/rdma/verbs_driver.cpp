@@ -6,7 +6,7 @@ namespace torch_mooncake::transfer::rdma {
 
 std::shared_ptr<Driver> verbs_driver() {
   struct Absent final : Driver {
-    Result<std::vector<std::shared_ptr<Device>>> open_devices() override {
+    Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter&, const RdmaOptions&) override {
       return Status(Code::unsupported, "this build has no RDMA: libibverbs-dev was not installed when it was made");
     }
   };
@@ -18,107 +18,75 @@ std::shared_ptr<Driver> verbs_driver() {
 
 #else
 
-#include <dlfcn.h>
 #include <fcntl.h>
-#include <infiniband/verbs.h>
-#include <poll.h>
+#include <net/if.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <map>
+#include <mutex>
 
 #include "common/log.h"
 #include "common/random.h"
-
-// The header's inline wrappers call these by name; here everything goes through the table.
-#undef ibv_reg_mr
-#undef ibv_query_port
+#include "topology/topology.h"
+#include "transfer/rdma/verbs_library.h"
 
 namespace torch_mooncake::transfer::rdma {
 namespace {
 
-// The functions used, from libibverbs.so.1. Posting and polling go through ibv_context.ops, as in the header.
-struct Verbs {
-  decltype(&::ibv_get_device_list) get_device_list;
-  decltype(&::ibv_free_device_list) free_device_list;
-  decltype(&::ibv_get_device_name) get_device_name;
-  decltype(&::ibv_open_device) open_device;
-  decltype(&::ibv_close_device) close_device;
-  decltype(&::ibv_query_device) query_device;
-  int (*query_port)(ibv_context*, uint8_t, ibv_port_attr*);
-  decltype(&::ibv_query_gid) query_gid;
-  decltype(&::ibv_alloc_pd) alloc_pd;
-  decltype(&::ibv_dealloc_pd) dealloc_pd;
-  ibv_mr* (*reg_mr)(ibv_pd*, void*, size_t, int);
-  ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, uint64_t, size_t, uint64_t, int, int);  // since rdma-core 34; else null
-  decltype(&::ibv_dereg_mr) dereg_mr;
-  decltype(&::ibv_create_comp_channel) create_comp_channel;
-  decltype(&::ibv_destroy_comp_channel) destroy_comp_channel;
-  decltype(&::ibv_create_cq) create_cq;
-  decltype(&::ibv_destroy_cq) destroy_cq;
-  decltype(&::ibv_get_cq_event) get_cq_event;
-  decltype(&::ibv_ack_cq_events) ack_cq_events;
-  decltype(&::ibv_create_qp) create_qp;
-  decltype(&::ibv_modify_qp) modify_qp;
-  decltype(&::ibv_destroy_qp) destroy_qp;
-  decltype(&::ibv_get_async_event) get_async_event;
-  decltype(&::ibv_ack_async_event) ack_async_event;
-  decltype(&::ibv_wc_status_str) wc_status_str;
-};
-
-Result<const Verbs*> load() {
-  static Status error;
-  static const Verbs* verbs = []() -> const Verbs* {
-    void* library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-      error = {Code::unsupported, std::string("RDMA needs libibverbs (apt install ibverbs-providers): ") + dlerror()};
-      return nullptr;
-    }
-    auto table = std::make_unique<Verbs>();
-    auto find = [&](auto& slot, const char* name) {
-      slot = reinterpret_cast<std::decay_t<decltype(slot)>>(dlsym(library, name));
-      if (slot == nullptr) error = {Code::unsupported, std::string("libibverbs has no ") + name};
-    };
-    find(table->get_device_list, "ibv_get_device_list");
-    find(table->free_device_list, "ibv_free_device_list");
-    find(table->get_device_name, "ibv_get_device_name");
-    find(table->open_device, "ibv_open_device");
-    find(table->close_device, "ibv_close_device");
-    find(table->query_device, "ibv_query_device");
-    find(table->query_port, "ibv_query_port");
-    find(table->query_gid, "ibv_query_gid");
-    find(table->alloc_pd, "ibv_alloc_pd");
-    find(table->dealloc_pd, "ibv_dealloc_pd");
-    find(table->reg_mr, "ibv_reg_mr");
-    find(table->dereg_mr, "ibv_dereg_mr");
-    find(table->create_comp_channel, "ibv_create_comp_channel");
-    find(table->destroy_comp_channel, "ibv_destroy_comp_channel");
-    find(table->create_cq, "ibv_create_cq");
-    find(table->destroy_cq, "ibv_destroy_cq");
-    find(table->get_cq_event, "ibv_get_cq_event");
-    find(table->ack_cq_events, "ibv_ack_cq_events");
-    find(table->create_qp, "ibv_create_qp");
-    find(table->modify_qp, "ibv_modify_qp");
-    find(table->destroy_qp, "ibv_destroy_qp");
-    find(table->get_async_event, "ibv_get_async_event");
-    find(table->ack_async_event, "ibv_ack_async_event");
-    find(table->wc_status_str, "ibv_wc_status_str");
-    if (!error) return nullptr;
-    table->reg_dmabuf_mr = reinterpret_cast<decltype(table->reg_dmabuf_mr)>(dlsym(library, "ibv_reg_dmabuf_mr"));
-    return table.release();
-  }();
-  if (verbs == nullptr) return error;
-  return verbs;
-}
-
-constexpr int kCompletions = 4096;
-constexpr uint8_t kPort = 1;
-constexpr uint8_t kTimeout = 14, kRetries = 7, kReceiverRetries = 7;  // 67 ms a try; receiver not ready: for ever
+constexpr int kCompletions = 4096;       // of a queue to begin with; it grows with the queue pairs
+constexpr uint8_t kReceiverRetries = 7;  // for ever: receivers have credit for what is sent to them
+constexpr uint8_t kReads = 16;           // that a queue pair has under way
 
 Status failed(const char* what, int error) { return Status::from_errno(what, error ? error : EIO); }
 
 void set_nonblocking(int fd) { fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK); }
+
+// Gbit/s of a lane by the code of its speed, and lanes by the code of the width.
+uint64_t speed_mbps(const ibv_port_attr& port) {
+  uint64_t lane = 0;
+  switch (port.active_speed) {
+    case 1:
+      lane = 2500;
+      break;
+    case 2:
+      lane = 5000;
+      break;
+    case 4:
+    case 8:
+      lane = 10000;
+      break;
+    case 16:
+      lane = 14000;
+      break;
+    case 32:
+      lane = 25000;
+      break;
+    case 64:
+      lane = 50000;
+      break;
+    case 128:
+      lane = 100000;
+      break;
+    default:
+      return 0;
+  }
+  switch (port.active_width) {
+    case 1:
+      return lane;
+    case 2:
+      return lane * 4;
+    case 4:
+      return lane * 8;
+    case 8:
+      return lane * 12;
+    case 16:
+      return lane * 2;
+    default:
+      return 0;
+  }
+}
 
 class VerbsDevice;
 
@@ -141,51 +109,11 @@ class VerbsRegistration final : public Registration {
 class VerbsPair final : public QueuePair {
  public:
   VerbsPair(std::shared_ptr<VerbsDevice> device, const Verbs& verbs, ibv_qp* qp, QueuePairAddress address,
-            uint8_t gid_index)
-      : device_(std::move(device)), verbs_(verbs), qp_(qp), address_(address), gid_index_(gid_index) {}
-  ~VerbsPair() override {
-    if (int error = verbs_.destroy_qp(qp_)) log::error("transfer", failed("ibv_destroy_qp", error).to_string());
-  }
+            int completions)
+      : device_(std::move(device)), verbs_(verbs), qp_(qp), address_(address), completions_(completions) {}
+  ~VerbsPair() override;
   QueuePairAddress address() const override { return address_; }
-
-  Status connect(const QueuePairAddress& remote) override {
-    ibv_qp_attr a{};
-    a.qp_state = IBV_QPS_INIT;
-    a.port_num = kPort;
-    a.qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
-    if (int error = verbs_.modify_qp(qp_, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
-      return failed("ibv_modify_qp to INIT", error);
-    a = {};
-    a.qp_state = IBV_QPS_RTR;
-    a.path_mtu = mtu_code(std::min(remote.mtu, address_.mtu));
-    a.dest_qp_num = remote.number;
-    a.rq_psn = remote.first_packet;
-    a.max_dest_rd_atomic = 16;
-    a.min_rnr_timer = 12;
-    a.ah_attr.is_global = 1;
-    std::memcpy(a.ah_attr.grh.dgid.raw, remote.gid.data(), remote.gid.size());
-    a.ah_attr.grh.sgid_index = gid_index_;
-    a.ah_attr.grh.hop_limit = 64;
-    a.ah_attr.dlid = remote.lid;
-    a.ah_attr.port_num = kPort;
-    if (int error = verbs_.modify_qp(qp_, &a,
-                                     IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                                         IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER))
-      return failed("ibv_modify_qp to RTR", error);
-    a = {};
-    a.qp_state = IBV_QPS_RTS;
-    a.timeout = kTimeout;
-    a.retry_cnt = kRetries;
-    a.rnr_retry = kReceiverRetries;
-    a.sq_psn = address_.first_packet;
-    a.max_rd_atomic = 16;
-    if (int error = verbs_.modify_qp(qp_, &a,
-                                     IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-                                         IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC))
-      return failed("ibv_modify_qp to RTS", error);
-    return {};
-  }
-
+  Status connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid& remote_gid) override;
   void fail() override {
     ibv_qp_attr a{};
     a.qp_state = IBV_QPS_ERR;
@@ -240,15 +168,17 @@ class VerbsPair final : public QueuePair {
   const Verbs& verbs_;
   ibv_qp* const qp_;
   const QueuePairAddress address_;
-  const uint8_t gid_index_;
+  const int completions_;  // that it may have in the device's queue
   std::vector<Entry> list_;
 };
 
 class VerbsDevice final : public Device, public std::enable_shared_from_this<VerbsDevice> {
  public:
-  static Result<std::shared_ptr<VerbsDevice>> open(const Verbs& verbs, ibv_device* device) {
-    std::shared_ptr<VerbsDevice> out(new VerbsDevice(verbs));
+  static Result<std::shared_ptr<VerbsDevice>> open(const Verbs& verbs, ibv_device* device, uint8_t port,
+                                                   const NicFilter& filter, const RdmaOptions& options) {
+    std::shared_ptr<VerbsDevice> out(new VerbsDevice(verbs, port, filter, options));
     out->info_.name = verbs.get_device_name(device);
+    if (port > 1) out->info_.name += ":" + std::to_string(port);
     TM_TRY(out->open(device).with(out->info_.name));
     return out;
   }
@@ -261,13 +191,42 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
   }
 
   DeviceInfo info() const override { return info_; }
+  int ports() const { return ports_; }
+
+  std::vector<Gid> gids() const override {
+    std::vector<Gid> out;
+    for (int i = 0; i < gid_count_ && i < 256; ++i) {
+      if (options_.gid_index >= 0 && options_.gid_index != i) continue;
+      auto gid = query_gid(static_cast<uint8_t>(i));
+      bool set = std::any_of(gid.raw.begin() + 8, gid.raw.end(), [](uint8_t byte) { return byte != 0; });
+      if (set && (!ethernet_ || filter_.allows(gid.ip()))) out.push_back(gid);
+    }
+    return out;
+  }
+
+  // What the filter knows a NIC by.
+  ::torch_mooncake::Nic described() const {
+    ::torch_mooncake::Nic nic;
+    nic.name = info_.name;
+    nic.up = info_.port_up;
+    nic.rdma_devices = {info_.name, info_.name.substr(0, info_.name.find(':'))};
+    for (auto& gid : gids()) {
+      char name[IF_NAMESIZE];
+      if (gid.interface != 0 && if_indextoname(gid.interface, name)) nic.name = name;
+      if (ethernet_) nic.addresses.push_back(gid.ip());
+    }
+    return nic;
+  }
 
   Result<std::unique_ptr<Registration>> register_memory(void* data, uint64_t nbytes, bool readable,
                                                         bool writable) override {
-    int rights =
-        IBV_ACCESS_LOCAL_WRITE | (readable ? IBV_ACCESS_REMOTE_READ : 0) | (writable ? IBV_ACCESS_REMOTE_WRITE : 0);
-    ibv_mr* mr = verbs_.reg_mr(pd_, data, nbytes, rights);
-    if (mr == nullptr && !writable) mr = verbs_.reg_mr(pd_, data, nbytes, readable ? IBV_ACCESS_REMOTE_READ : 0);
+    auto reg = [&](unsigned int rights) {
+      if (!verbs_.reg_mr_iova2) return verbs_.reg_mr(pd_, data, nbytes, static_cast<int>(rights));
+      return verbs_.reg_mr_iova2(pd_, data, nbytes, reinterpret_cast<uint64_t>(data), rights | extra_rights_);
+    };
+    const unsigned int remote = remote_rights(readable, writable);
+    ibv_mr* mr = reg(IBV_ACCESS_LOCAL_WRITE | remote);
+    if (mr == nullptr && !writable) mr = reg(remote);  // pages that this process may only read
     if (mr == nullptr) return failed("ibv_reg_mr", errno);
     return std::unique_ptr<Registration>(new VerbsRegistration(shared_from_this(), verbs_, mr));
   }
@@ -275,30 +234,32 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
   Result<std::unique_ptr<Registration>> register_dmabuf(int fd, uint64_t offset, uint64_t nbytes, uint64_t address,
                                                         bool readable, bool writable) override {
     if (!verbs_.reg_dmabuf_mr) return Status(Code::unsupported, "this libibverbs has no ibv_reg_dmabuf_mr");
-    int rights =
-        IBV_ACCESS_LOCAL_WRITE | (readable ? IBV_ACCESS_REMOTE_READ : 0) | (writable ? IBV_ACCESS_REMOTE_WRITE : 0);
+    auto rights = static_cast<int>(IBV_ACCESS_LOCAL_WRITE | remote_rights(readable, writable));
     ibv_mr* mr = verbs_.reg_dmabuf_mr(pd_, offset, nbytes, address, fd, rights);
     if (mr == nullptr) return failed("ibv_reg_dmabuf_mr", errno);
     return std::unique_ptr<Registration>(new VerbsRegistration(shared_from_this(), verbs_, mr));
   }
 
   Result<std::unique_ptr<QueuePair>> make_queue_pair(uint32_t work_requests, uint32_t receives) override {
+    const int completions = static_cast<int>(work_requests + receives);
+    TM_TRY(reserve(completions));
     ibv_qp_init_attr init{};
     init.qp_type = IBV_QPT_RC;
     init.send_cq = init.recv_cq = cq_;
     init.cap = {work_requests, std::max(1u, receives), 1, 1, info_.max_inline_nbytes};
     ibv_qp* qp = verbs_.create_qp(pd_, &init);
-    if (qp == nullptr) return failed("ibv_create_qp", errno);
-    QueuePairAddress address;
+    if (qp == nullptr) {
+      Status status = failed("ibv_create_qp", errno);
+      release(completions);
+      return status;
+    }
     ibv_port_attr port{};
-    ibv_gid gid{};
-    if (verbs_.query_port(context_, kPort, &port) == 0) address.lid = port.lid;
-    if (verbs_.query_gid(context_, kPort, gid_index_, &gid) == 0)
-      std::memcpy(address.gid.data(), gid.raw, address.gid.size());
+    QueuePairAddress address;
+    if (verbs_.query_port(context_, port_, &port) == 0) address.lid = port.lid;
     address.number = qp->qp_num;
     address.first_packet = static_cast<uint32_t>(random_u64() & 0xff'ffff);
     address.mtu = info_.mtu;
-    return std::unique_ptr<QueuePair>(new VerbsPair(shared_from_this(), verbs_, qp, address, gid_index_));
+    return std::unique_ptr<QueuePair>(new VerbsPair(shared_from_this(), verbs_, qp, address, completions));
   }
 
   size_t poll(std::span<Completion> out) override {
@@ -329,17 +290,25 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
   std::optional<Event> next_event() override {
     ibv_async_event event{};
     while (verbs_.get_async_event(context_, &event) == 0) {
-      auto type = event.event_type;
+      const auto type = event.event_type;
+      const bool of_port = type == IBV_EVENT_PORT_ACTIVE || type == IBV_EVENT_PORT_ERR;
+      const bool other = of_port && event.element.port_num != port_;
       verbs_.ack_async_event(&event);
+      if (other) continue;
       if (type == IBV_EVENT_PORT_ACTIVE) return Event::port_up;
       if (type == IBV_EVENT_PORT_ERR) return Event::port_down;
       if (type == IBV_EVENT_DEVICE_FATAL) return Event::fatal;
+      // One that is taken away may say no more than that its addresses have gone.
+      ibv_port_attr port{};
+      if (type == IBV_EVENT_GID_CHANGE && verbs_.query_port(context_, port_, &port) != 0) return Event::fatal;
     }
     return std::nullopt;
   }
 
  private:
-  explicit VerbsDevice(const Verbs& verbs) : verbs_(verbs) {}
+  friend class VerbsPair;
+  VerbsDevice(const Verbs& verbs, uint8_t port, const NicFilter& filter, const RdmaOptions& options)
+      : verbs_(verbs), port_(port), filter_(filter), options_(options) {}
 
   Status open(ibv_device* device) {
     context_ = verbs_.open_device(device);
@@ -347,37 +316,102 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     ibv_device_attr limits{};
     if (int error = verbs_.query_device(context_, &limits)) return failed("ibv_query_device", error);
     ibv_port_attr port{};
-    if (int error = verbs_.query_port(context_, kPort, &port)) return failed("ibv_query_port", error);
+    if (int error = verbs_.query_port(context_, port_, &port)) return failed("ibv_query_port", error);
+    ports_ = limits.phys_port_cnt;
+    ethernet_ = port.link_layer == IBV_LINK_LAYER_ETHERNET;
+    gid_count_ = port.gid_tbl_len;
+    most_completions_ = limits.max_cqe;
+    reads_ = static_cast<uint8_t>(std::clamp(std::min(limits.max_qp_rd_atom, limits.max_qp_init_rd_atom), 1, +kReads));
     info_.port_up = port.state == IBV_PORT_ACTIVE;
-    info_.max_mr_nbytes = limits.max_mr_size;
+    info_.max_mr_nbytes = options_.max_mr_nbytes ? std::min(options_.max_mr_nbytes, limits.max_mr_size)  //
+                                                 : limits.max_mr_size;
     info_.max_message_nbytes = port.max_msg_sz;
     info_.max_work_requests = static_cast<uint32_t>(limits.max_qp_wr);
     info_.max_inline_nbytes = 64;
-    info_.mtu = 128u << port.active_mtu;
-    choose_gid(port);
+    info_.mtu = std::min(options_.mtu, 128u << port.active_mtu);
+    info_.speed_mbps = speed_mbps(port);
+    if (options_.on_demand) info_.page_faults = takes_page_faults();
+    if (info_.page_faults) extra_rights_ |= IBV_ACCESS_ON_DEMAND;
+    info_.relaxed_order = options_.relaxed_ordering && verbs_.reg_mr_iova2;
+    if (info_.relaxed_order) extra_rights_ |= IBV_ACCESS_RELAXED_ORDERING;  // one that devices may ignore
+    TM_TRY(find_pkey(limits.max_pkeys));
     pd_ = verbs_.alloc_pd(context_);
     if (pd_ == nullptr) return failed("ibv_alloc_pd", errno);
     channel_ = verbs_.create_comp_channel(context_);
     if (channel_ == nullptr) return failed("ibv_create_comp_channel", errno);
-    cq_ = verbs_.create_cq(context_, std::min(kCompletions, limits.max_cqe), nullptr, channel_, 0);
+    completions_ = std::min(kCompletions, most_completions_);
+    cq_ = verbs_.create_cq(context_, completions_, nullptr, channel_, 0);
     if (cq_ == nullptr) return failed("ibv_create_cq", errno);
     set_nonblocking(channel_->fd);
     set_nonblocking(context_->async_fd);
     return {};
   }
 
-  // An IPv4-mapped GID if there is one (RoCE v2 that can be routed), else the last that is set, else 0 (InfiniBand).
-  void choose_gid(const ibv_port_attr& port) {
-    for (int i = 0; i < port.gid_tbl_len; ++i) {
-      ibv_gid gid{};
-      if (verbs_.query_gid(context_, kPort, i, &gid) != 0) continue;
-      static constexpr uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-      bool set = std::any_of(std::begin(gid.raw), std::end(gid.raw), [](uint8_t byte) { return byte != 0; });
-      bool mapped = std::memcmp(gid.raw, kMapped, sizeof kMapped) == 0;
-      if (set && (mapped || port.link_layer == IBV_LINK_LAYER_ETHERNET)) gid_index_ = static_cast<uint8_t>(i);
-      if (set && mapped) best_ = gid_index_;
+  // As ibv_query_device_ex() asks, which is a function of the header.
+  bool takes_page_faults() const {
+    verbs_context* extended = verbs_get_ctx_op(context_, query_device_ex);
+    ibv_device_attr_ex attributes{};
+    if (!extended || extended->query_device_ex(context_, nullptr, &attributes, sizeof attributes) != 0) return false;
+    constexpr uint32_t kNeeded = IBV_ODP_SUPPORT_WRITE | IBV_ODP_SUPPORT_READ;
+    return attributes.odp_caps.general_caps & IBV_ODP_SUPPORT &&
+           (attributes.odp_caps.per_transport_caps.rc_odp_caps & kNeeded) == kNeeded;
+  }
+
+  Status find_pkey(int count) {
+    if (options_.pkey == 0) return {};
+    for (int i = 0; i < count; ++i) {
+      __be16 found = 0;
+      if (verbs_.query_pkey(context_, port_, i, &found) != 0) break;
+      if (__builtin_bswap16(found) != options_.pkey) continue;
+      pkey_index_ = static_cast<uint16_t>(i);
+      return {};
     }
-    if (best_) gid_index_ = *best_;
+    return {Code::unsupported, "its port has no partition key " + std::to_string(options_.pkey)};
+  }
+
+  Gid query_gid(uint8_t index) const {
+    Gid out;
+    out.index = index;
+    out.kind = ethernet_ ? GidKind::roce_v2 : GidKind::infiniband;
+    ibv_gid_entry entry{};
+    if (verbs_.query_gid_ex && verbs_.query_gid_ex(context_, port_, index, &entry, 0, sizeof entry) == 0) {
+      std::memcpy(out.raw.data(), entry.gid.raw, out.raw.size());
+      out.interface = entry.ndev_ifindex;
+      if (ethernet_ && entry.gid_type == IBV_GID_TYPE_ROCE_V1) out.kind = GidKind::roce_v1;
+      return out;
+    }
+    ibv_gid gid{};
+    if (!verbs_.query_gid_ex && verbs_.query_gid(context_, port_, index, &gid) == 0)
+      std::memcpy(out.raw.data(), gid.raw, out.raw.size());
+    return out;
+  }
+
+  static unsigned int remote_rights(bool readable, bool writable) {
+    unsigned int out = 0;
+    if (readable) out |= IBV_ACCESS_REMOTE_READ;
+    if (writable) out |= IBV_ACCESS_REMOTE_WRITE;
+    return out;
+  }
+
+  // Room for the completions of one more queue pair: a queue that overflows loses them all.
+  Status reserve(int completions) {
+    std::lock_guard lock(mutex_);
+    if (pairs_ >= options_.max_queue_pairs)
+      return {Code::busy, "it has " + std::to_string(pairs_) + " queue pairs, as many as it may (rdma: qps)"};
+    if (reserved_ + completions > completions_) {
+      int more = std::min(std::max(2 * completions_, reserved_ + completions), most_completions_);
+      if (more < reserved_ + completions) return {Code::busy, "its completion queue cannot hold more queue pairs"};
+      if (int error = verbs_.resize_cq(cq_, more)) return failed("ibv_resize_cq", error);
+      completions_ = more;
+    }
+    reserved_ += completions;
+    ++pairs_;
+    return {};
+  }
+  void release(int completions) {
+    std::lock_guard lock(mutex_);
+    reserved_ -= completions;
+    --pairs_;
   }
 
   static Outcome outcome_of(ibv_wc_status status) {
@@ -397,35 +431,107 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
   }
 
   const Verbs& verbs_;
+  const uint8_t port_;
+  const NicFilter filter_;
+  const RdmaOptions options_;
   DeviceInfo info_;
-  uint8_t gid_index_ = 0;
-  std::optional<uint8_t> best_;
+  bool ethernet_ = false;
+  uint8_t reads_ = 1;
+  uint16_t pkey_index_ = 0;
+  int ports_ = 1, gid_count_ = 0, most_completions_ = 0;
+  unsigned int extra_rights_ = 0;
   ibv_context* context_ = nullptr;
   ibv_pd* pd_ = nullptr;
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* cq_ = nullptr;
+  std::mutex mutex_;
+  int completions_ = 0, reserved_ = 0;  // what the queue holds, and what its queue pairs may put into it
+  uint32_t pairs_ = 0;
 };
+
+VerbsPair::~VerbsPair() {
+  if (int error = verbs_.destroy_qp(qp_)) log::error("transfer", failed("ibv_destroy_qp", error).to_string());
+  device_->release(completions_);
+}
+
+Status VerbsPair::connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid& remote_gid) {
+  const auto& options = device_->options_;
+  ibv_qp_attr a{};
+  a.qp_state = IBV_QPS_INIT;
+  a.port_num = device_->port_;
+  a.pkey_index = device_->pkey_index_;
+  a.qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+  if (int error = verbs_.modify_qp(qp_, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
+    return failed("ibv_modify_qp to INIT", error);
+  a = {};
+  a.qp_state = IBV_QPS_RTR;
+  a.path_mtu = mtu_code(std::min(remote.mtu, address_.mtu));
+  a.dest_qp_num = remote.number;
+  a.rq_psn = remote.first_packet;
+  a.max_dest_rd_atomic = device_->reads_;
+  a.min_rnr_timer = 12;  // 0.64 ms
+  // Within a subnet of InfiniBand the local identifier is enough, and routers are not asked.
+  a.ah_attr.is_global = device_->ethernet_ || !std::equal(our_gid.raw.begin(), our_gid.raw.begin() + 8,  //
+                                                          remote_gid.raw.begin());
+  std::memcpy(a.ah_attr.grh.dgid.raw, remote_gid.raw.data(), remote_gid.raw.size());
+  a.ah_attr.grh.sgid_index = our_gid.index;
+  a.ah_attr.grh.hop_limit = 64;
+  a.ah_attr.grh.traffic_class = options.traffic_class;
+  a.ah_attr.sl = options.service_level;
+  a.ah_attr.dlid = remote.lid;
+  a.ah_attr.port_num = device_->port_;
+  if (int error = verbs_.modify_qp(qp_, &a,
+                                   IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                       IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER))
+    return failed("ibv_modify_qp to RTR", error).with(our_gid.to_string() + " to " + remote_gid.to_string());
+  a = {};
+  a.qp_state = IBV_QPS_RTS;
+  a.timeout = options.timeout;
+  a.retry_cnt = options.retries;
+  a.rnr_retry = kReceiverRetries;
+  a.sq_psn = address_.first_packet;
+  a.max_rd_atomic = device_->reads_;
+  if (int error = verbs_.modify_qp(qp_, &a,
+                                   IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+                                       IBV_QP_MAX_QP_RD_ATOMIC))
+    return failed("ibv_modify_qp to RTS", error);
+  return {};
+}
 
 class VerbsDriver final : public Driver {
  public:
-  Result<std::vector<std::shared_ptr<Device>>> open_devices() override {
-    TM_ASSIGN(auto* verbs, load());
+  Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter& filter,
+                                                            const RdmaOptions& options) override {
+    TM_ASSIGN(auto* verbs, load_verbs());
     int n = 0;
     ibv_device** list = verbs->get_device_list(&n);
     if (list == nullptr) return Status(Code::unsupported, failed("no RDMA: ibv_get_device_list", errno).message());
     std::vector<std::shared_ptr<Device>> out;
     std::string why = n == 0 ? "the kernel has no RDMA device" : "";
+    auto refuse = [&](const std::string& reason) { why += (why.empty() ? "" : "; ") + reason; };
     for (int i = 0; i < n; ++i) {
-      auto device = VerbsDevice::open(*verbs, list[i]);
-      if (device && (*device)->info().port_up) {
-        out.push_back(std::move(*device));
-        continue;
+      int ports = 1;
+      for (int port = 1; port <= ports; ++port) {
+        auto device = VerbsDevice::open(*verbs, list[i], static_cast<uint8_t>(port), filter, options);
+        if (!device) {
+          refuse(device.status().message());
+          continue;
+        }
+        ports = (*device)->ports();
+        const auto& name = (*device)->info().name;
+        if (!(*device)->info().port_up)
+          refuse(name + ": its port is down");
+        else if (!filter.allows((*device)->described()))
+          refuse(name + ": the settings (nics) leave it out");
+        else if ((*device)->gids().empty())
+          refuse(name + ": its port has no GID" + (options.gid_index < 0 ? "" : " of that index (rdma: gid)"));
+        else
+          out.push_back(std::move(*device));
       }
-      why += (why.empty() ? "" : "; ") +
-             (device ? (*device)->info().name + ": its port is down" : device.status().message());
     }
     verbs->free_device_list(list);
     if (out.empty()) return Status(Code::unsupported, "RDMA cannot be used: " + why);
+    std::sort(out.begin(), out.end(), [](auto& a, auto& b) { return a->info().name < b->info().name; });
     return out;
   }
 };

@@ -1,0 +1,231 @@
+"""Weights from trainers to subscribers: on one host beside gloo, between shaped hosts beside what the bytes need, and
+the plan of a model of a trillion parameters.
+
+    python benchmarks/weights.py [--only host hosts plan] [--json FILE] [--quick]
+
+host: one process to two; gloo broadcasts the same tensors, one by one and as one buffer, and its better median counts.
+A time is from a barrier to the moment when all have the version in place. hosts: eight network namespaces of 1 Gbit/s
+(root); ratios are to the time that the busiest NIC needs for its bytes. plan: Kimi-K2 from 256 trainer ranks, in
+seconds of a core, and the model's prediction over the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import MiB, Row, Table, main
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "weights"), str(ROOT / "examples" / "weight_broadcast")]
+
+PARTS = ("host", "hosts", "plan")
+RATE = 1e9 / 8
+
+
+# --- one host ---
+
+
+def rank_of_host(rank: int, folder: str, nbytes: int, count: int, n: int, queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import torch_mooncake as tm
+    from torch_mooncake.weights import Publisher, Subscriber
+
+    store = os.path.join(folder, f"store-{nbytes}")
+    timeout = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
+    flat = torch.full((nbytes // 4,), float(rank))
+    tensors = dict(zip((f"w{i}" for i in range(count)), flat.chunk(count), strict=True))
+    samples: dict[str, list[float]] = {"one by one": [], "as one": [], "ours": [], "update": []}
+
+    def timed(name: str, call: Any) -> None:
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        dist.barrier()
+        samples[name].append(time.perf_counter() - began)
+
+    for _ in range(n + 1):
+        timed("one by one", lambda: [dist.broadcast(tensor, 0) for tensor in tensors.values()])
+        timed("as one", lambda: dist.broadcast(flat, 0))
+    tm.init()
+    if rank == 0:
+        with Publisher("policy", tensors) as publisher:
+            dist.barrier()
+            for step in range(n + 1):
+                flat.fill_(step)
+                timed("ours", lambda step=step: publisher.publish(step=step))
+            dist.barrier()
+    else:
+        with Subscriber("policy", tensors, flip="swap") as subscriber:
+            dist.barrier()
+            for step in range(n + 1):
+                timed("ours", lambda: subscriber.update(timeout=120))
+                assert all(bool(tensor.eq(step).all()) for tensor in tensors.values())
+            dist.barrier()
+    if rank == 0:
+        queue.put({name: values[1:] for name, values in samples.items()})
+    dist.destroy_process_group()
+    tm.close()
+
+
+def pause(nbytes: int, n: int) -> list[float]:
+    """Seconds that ``update`` takes when the version is there."""
+    import torch
+
+    from torch_mooncake.weights import Publisher, Subscriber
+
+    trainer = {f"w{i}": t for i, t in enumerate(torch.ones(nbytes // 4).chunk(300))}
+    worker = {name: torch.zeros_like(tensor) for name, tensor in trainer.items()}
+    found = []
+    with Publisher("pause", trainer) as publisher, Subscriber("pause", worker, flip="swap") as subscriber:
+        for step in range(n + 1):
+            publisher.publish(step=step)
+            while not all(publisher.delivered().values()):
+                time.sleep(0.01)
+            time.sleep(0.05)
+            began = time.perf_counter()
+            subscriber.update(timeout=30)
+            found.append(time.perf_counter() - began)
+    return found[1:]
+
+
+def one_host(quick: bool) -> list[Row]:
+    import torch.multiprocessing as mp
+
+    import torch_mooncake as tm
+
+    table = Table("weights on one host: 1 process to 2")
+    n = 2 if quick else 5
+    with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
+        os.environ.update(TM_RUNTIME_DIR=folder, TM_POOL="weights", TM_MEMORY="64MiB", TM_LINGER_S="0")
+        tm.init()
+        large = 256 * MiB if quick else 2048 * MiB
+        for nbytes, count, limit in ((large, 300, 1 / 7), (20_000_000, 60, 1.0)):
+            queue = mp.get_context("spawn").SimpleQueue()
+            mp.spawn(rank_of_host, (folder, nbytes, count, n, queue), nprocs=3)
+            samples = queue.get()
+            gloo = min((samples["one by one"], samples["as one"]), key=statistics.median)
+            table.measured(
+                f"{nbytes >> 20} MiB, {count} tensors", samples["ours"], "s", against="gloo", baseline=gloo,
+                ratio_limit=round(limit, 3), at_least=False,
+            )  # fmt: skip
+        table.measured("pause of a flip", [s * 1e3 for s in pause(large, n)], "ms", limit=2.0, at_least=False)
+        tm.close()
+    return table.rows
+
+
+# --- between hosts ---
+
+SET_UP = """
+import time, torch, torch_mooncake as tm
+from torch_mooncake import weights
+torch.set_num_threads(1)
+tm.init()
+engine = tm.Engine(f"tcp://{address}:0", token="t", transports=("tcp",), host_id=host, name=host)
+number = int(host.removeprefix("host"))
+at, ranks, kind = (number, trainers, "t") if number < trainers else ((number - trainers) % tp, tp, "s")
+layout = weights.Layout(
+    [weights.Rule("w{i}", [weights.Part("w{i}", split=[weights.Split("tp", 0)])])], {"tp": (at, ranks)})
+mine = {f"w{i}": torch.zeros(1024 // ranks, (mib << 18) // 16 // 1024) for i in range(16)}
+place = weights.Place(host)
+if kind == "t":
+    whole = weights.Publisher("p", mine, layout=layout, rank=at, world=trainers, engine=engine, place=place)
+else:
+    whole = weights.Subscriber("p", mine, layout=layout, engine=engine, place=place, flip="swap", patience_s=60)
+"""
+ROUND = """
+if kind == "t":
+    for tensor in mine.values():
+        tensor.fill_(step)
+    whole.publish(step=step)
+    result = time.monotonic()
+else:
+    whole.update(timeout=200)
+    result = time.monotonic()
+    assert all(bool(tensor.eq(step).all()) for tensor in mine.values())
+"""
+
+
+def between_hosts(quick: bool) -> list[Row]:
+    from shaped_hosts import ShapedHosts
+
+    import torch_mooncake as tm
+
+    table = Table("weights between hosts of 1 Gbit/s")
+    mib, n = (64, 2) if quick else (512, 3)
+    for name, trainers, tp, each, limit in (
+        ("1 trainer to 7 full copies", 1, 1, mib, 1.15),
+        ("4 to 4, TP4 to 2 x TP2", 4, 2, mib // 2, 1.2),
+    ):
+        with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
+            os.environ.update(TM_RUNTIME_DIR=folder, TM_POOL="weights", TM_MEMORY="64MiB", TM_LINGER_S="0")
+            os.environ["PYTHONPATH"] = str(ROOT)
+            tm.init()
+            hosts = ShapedHosts(8, 1000, dict(os.environ))
+            try:
+                hosts.run(SET_UP, trainers=trainers, tp=tp, mib=mib)
+                seconds = []
+                for step in range(n + 1):
+                    ended = hosts.run(ROUND, step=step)
+                    seconds.append(max(ended[trainers:]) - max(ended[:trainers]))
+                bound = each * MiB / RATE
+                table.measured(
+                    f"{name}, {mib} MiB", seconds[1:], "s", against="bound", baseline=[bound], ratio_limit=limit,
+                    at_least=False,
+                )  # fmt: skip
+            finally:
+                hosts.close()
+                tm.close()
+    return table.rows
+
+
+# --- the plan ---
+
+
+def planned() -> list[Row]:
+    import kimi_k2
+
+    from torch_mooncake.weights.plan import plan
+    from torch_mooncake.weights.simulate import Network, simulate
+
+    table = Table("the plan of Kimi-K2, from 256 trainer ranks")
+    shapes = kimi_k2.Shapes()
+    sources = kimi_k2.trainers(shapes)
+    for engines, tp in ((8, 32), (8, 16)):
+        targets = kimi_k2.servers(shapes, instances=engines, tp=tp)
+        places = [*kimi_k2.places(len(sources), "t"), *kimi_k2.places(len(targets), "s")]
+        began = time.process_time()
+        made = plan(sources, targets, places)
+        took = time.process_time() - began
+        table.measured(f"planned, {engines} engines of {tp}", [took], "s", limit=5.0, at_least=False)
+        said = simulate(made, Network(nic=50e9))
+        bound = float(made.traffic()[1].max() / 50e9)
+        table.measured(
+            f"predicted, {engines} engines of {tp}, 400 Gbit/s", [said.seconds], "s", against="ingress bound",
+            baseline=[bound], ratio_limit=1.5, at_least=False,
+        )  # fmt: skip
+    return table.rows
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    rows = one_host(args.quick) if "host" in args.only else []
+    rows += between_hosts(args.quick) if "hosts" in args.only else []
+    return rows + (planned() if "plan" in args.only else [])
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__ or "", run, arguments))

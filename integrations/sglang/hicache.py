@@ -1,0 +1,253 @@
+"""The third tier of SGLang's HiCache: pages of its host pools, in the pool of all hosts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+
+import torch_mooncake as tm
+from torch_mooncake.integrations._hash_check import logger
+
+Piece = tuple[int, int]
+
+
+class PoolHiCache(HiCacheStorage):
+    """Pages as sealed objects, one each with K and V of all layers, straight between SGLang's host memory and the
+    pool's (``"interface_v1": 1``).
+
+    Keys are ``sglang/<namespace>/<model>/<layout>/<rank>/<SGLang's page hash>``; SGLang's hash covers all tokens up to
+    the page's end, ``extra_key`` (LoRA) and ``cache_salt``. The layout is a digest of what a page's bytes look like, so
+    that engines whose pages differ do not meet. With ``should_split_heads`` a page is one object for each of the ranks
+    of ``tp_lcm_size``, and engines of different TP share.
+
+    Extra config: ``namespace`` (the tenant; "default"), ``address`` ("host:7400"; the default is that of TM_*),
+    ``replicas``, ``timeout_s`` (10). Every call ends in time; what fails is a miss, and logged.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        extra = storage_config.extra_config or {}
+        self._config = storage_config
+        self._timeout_s = float(extra.get("timeout_s", 10.0))
+        self._replicas = extra.get("replicas", 1)
+        self._pool = tm.Pool(extra.get("address"))
+        self._blobs = tm.Blobs(self._pool)
+        model = quote(storage_config.model_name or "model", safe="")
+        self._base = f"sglang/{quote(str(extra.get('namespace', 'default')), safe='')}/{model}/"
+        self._layouts: dict[int, str] = {}
+        self.registered_pools: dict[Any, Any] = {}
+        self._ranks = _ranks(storage_config)
+
+    # --- pages, zero copy ---
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Whether each page is there now."""
+        return self._set_pages(self.mem_pool_host, keys, host_indices, "")
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Whether each page was read whole; the slots of one that was not have unspecified content."""
+        return self._get_pages(self.mem_pool_host, keys, host_indices, "")
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages, from the first on, are there with all that belongs to them."""
+        names = self._names(self.mem_pool_host, keys, "")
+        return self._leading(names) // len(self._ranks)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # --- several host pools (hybrid models) ---
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {each.name: self._transfer(each, self._set_pages) for each in transfers}
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {each.name: self._transfer(each, self._get_pages) for each in transfers}
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Every prefix that all pools can serve; the longest is the hit. BLOCK_GROUPS are Unsupported."""
+        logical = getattr(self.mem_pool_host, "kv_buffer", None) is None  # it only owns indices
+        pages = len(keys) if logical else self.batch_exists(keys, extra_info)
+        hits: dict[Any, int] = {"kv": pages} if pages else {}
+        usable = set(range(1, pages + 1))
+        for each in pool_transfers or []:
+            there = self._each(self._names(self._host_pool(each.name), keys[:pages], str(each.name)))
+            if each.hit_policy == PoolHitPolicy.ALL_PAGES:
+                run = there.index(False) if False in there else pages
+                good = set(range(1, run + 1))
+            elif each.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(each.keys or ()))
+                good = {n for n in range(1, pages + 1) if all(there[max(0, n - window) : n])}
+            else:
+                raise tm.Unsupported(f"hit policy {each.hit_policy}")
+            if good:
+                hits[each.name] = max(good)
+            usable &= good
+        return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
+
+    def _transfer(self, each: Any, call: Any) -> list[bool]:
+        part = "" if str(each.name) == "kv" else str(each.name)
+        done: list[bool] = call(self._host_pool(each.name), each.keys or [], each.host_indices, part)
+        return done
+
+    def _host_pool(self, name: Any) -> Any:
+        if str(name) == "kv":
+            return self.mem_pool_host
+        if name not in self.registered_pools:
+            raise tm.InvalidArgument(f"host pool {name} was not registered")
+        return self.registered_pools[name]
+
+    # --- values of SGLang's own (without interface_v1: flat copies of pages) ---
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        """Each target filled with its value, None for a miss. Without targets: uint8 tensors."""
+        names = [self._flat(key) for key in keys]
+        if target_locations is None:
+            found = self._try(
+                "get", lambda: self._pool.get_many(names, errors="return", timeout=self._timeout_s), names
+            )
+            return [None if isinstance(each, Exception) else _as_tensor(each) for each in found]
+        outcomes = self._read(names, [[_piece(target)] for target in target_locations])
+        return [target if done else None for target, done in zip(target_locations, outcomes, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [target_location if value is None else value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        dense = [value.contiguous() for value in (target_locations if values is None else values)]
+        return all(self._write([self._flat(key) for key in keys], [[_piece(value)] for value in dense]))
+
+    def clear(self) -> None:
+        """Remove all pages of this namespace and model, of every layout and rank."""
+        try:
+            self._pool.delete(self._pool.keys(self._base, timeout=self._timeout_s), timeout=self._timeout_s)
+        except tm.Error as error:
+            logger.warning("SGLang clear: %s: %s", type(error).__name__, error)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    # --- inside ---
+
+    def _layout(self, host_pool: Any, part: str) -> str:
+        """A digest of what a page of the host pool looks like."""
+        if id(host_pool) not in self._layouts:
+            import torch
+
+            _, sizes = self._pieces(
+                host_pool, torch.arange(getattr(host_pool, "logical_page_size", host_pool.page_size)), ""
+            )
+            described = (
+                type(host_pool).__name__,
+                getattr(host_pool, "layout", ""),
+                str(getattr(host_pool, "dtype", "")),
+            )
+            dims = [getattr(host_pool, name, None) for name in ("page_size", "layer_num", "head_num", "head_dim")]
+            text = repr((described, dims[:2], dims[3], list(sizes[: len(sizes) // (1 if part else len(self._ranks))])))
+            self._layouts[id(host_pool)] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._layouts[id(host_pool)]
+
+    def _pieces(self, host_pool: Any, host_indices: Any, part: str) -> tuple[Sequence[int], Sequence[int]]:
+        if len(self._ranks) > 1 and not part:
+            return host_pool.get_split_heads_page_buffer_meta(host_indices, len(self._ranks))
+        return host_pool.get_page_buffer_meta(host_indices)
+
+    def _names(self, host_pool: Any, keys: list[str], part: str) -> list[str]:
+        """The objects of each page, those of one page together."""
+        if not keys:
+            return []
+        prefix = f"{self._base}{self._layout(host_pool, part)}{'/' + part if part else ''}/"
+        return [f"{prefix}{rank}/{key}" for key in keys for rank in (self._ranks if not part else self._ranks[:1])]
+
+    def _objects(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> tuple[list[str], list[list[Piece]]]:
+        names = self._names(host_pool, keys, part)
+        addresses, sizes = self._pieces(host_pool, indices, part)
+        if not names or len(addresses) % len(names):
+            raise tm.LayoutMismatch(f"{len(addresses)} pieces of memory do not make {len(names)} objects")
+        each = len(addresses) // len(names)
+        pieces = list(zip(map(int, addresses), map(int, sizes), strict=True))
+        return names, [pieces[i * each : (i + 1) * each] for i in range(len(names))]
+
+    def _set_pages(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> list[bool]:
+        return self._pages(host_pool, keys, indices, part, self._write)
+
+    def _get_pages(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> list[bool]:
+        return self._pages(host_pool, keys, indices, part, self._read)
+
+    def _pages(self, host_pool: Any, keys: list[str], indices: Any, part: str, call: Any) -> list[bool]:
+        if not keys:
+            return []
+        names, pieces = self._objects(host_pool, keys, indices, part)
+        done = call(names, pieces)
+        each = len(names) // len(keys)
+        return [all(done[i * each : (i + 1) * each]) for i in range(len(keys))]
+
+    def _write(self, names: list[str], pieces: list[list[Piece]]) -> list[bool]:
+        options = {"sealed": True, "replicas": self._replicas, "timeout": self._timeout_s}
+        outcomes = self._try("set", lambda: self._blobs.put_from(names, pieces, **options), names)
+        _log("set", outcomes)
+        return [not isinstance(outcome, Exception) for outcome in outcomes]
+
+    def _read(self, names: list[str], pieces: list[list[Piece]]) -> list[bool]:
+        outcomes = self._try("get", lambda: self._blobs.get_into(names, pieces, timeout=self._timeout_s), names)
+        _log("get", outcomes)
+        wanted = [sum(nbytes for _, nbytes in of_name) for of_name in pieces]
+        return [outcome == nbytes for outcome, nbytes in zip(outcomes, wanted, strict=True)]
+
+    def _leading(self, names: list[str]) -> int:
+        return self._try("exists", lambda: self._pool.exists_prefix(names, timeout=self._timeout_s), 0)
+
+    def _each(self, names: list[str]) -> list[bool]:
+        found = self._try("exists", lambda: self._pool.exists(names, timeout=self._timeout_s) if names else [], names)
+        return [each is True for each in found]
+
+    def _try(self, what: str, call: Any, otherwise: Any) -> Any:
+        """What the call returns; if the pool fails, that for each of ``otherwise``, or 0."""
+        try:
+            return call()
+        except tm.Error as error:
+            logger.warning("SGLang %s: %s: %s", what, type(error).__name__, error)
+            return [error] * len(otherwise) if isinstance(otherwise, list) else otherwise
+
+    def _flat(self, key: str) -> str:
+        return f"{self._base}flat/{self._ranks[0]}/{key}"
+
+
+def _ranks(config: Any) -> list[str]:
+    """Whose page an object is: one name, or one for each part of the heads."""
+    stage = f"pp{config.pp_rank}of{config.pp_size}" if config.pp_size > 1 else ""
+    if config.is_mla_model:
+        shard = f"dcp{config.dcp_rank}of{config.dcp_size}" if config.dcp_size > 1 else "mla"
+        if config.attn_cp_size > 1:
+            shard += f"cp{config.attn_cp_rank}of{config.attn_cp_size}"
+        return [shard + stage]
+    if config.should_split_heads:
+        parts = config.tp_lcm_size // config.tp_size
+        return [f"tp{config.tp_rank * parts + i}of{config.tp_lcm_size}{stage}" for i in range(parts)]
+    return [f"tp{config.tp_rank}of{config.tp_size}{stage}"]
+
+
+def _piece(tensor: Any) -> Piece:
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise tm.InvalidArgument(f"a page is a contiguous CPU tensor, not one on {tensor.device}")
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _as_tensor(value: Any) -> Any:
+    import torch
+
+    return value if isinstance(value, torch.Tensor) else torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
+def _log(what: str, outcomes: Sequence[Any]) -> None:
+    failed = [each for each in outcomes if isinstance(each, Exception) and not isinstance(each, tm.KeyNotFound)]
+    if failed:
+        logger.warning("SGLang %s: %d of %d failed: %s", what, len(failed), len(outcomes), failed[0])

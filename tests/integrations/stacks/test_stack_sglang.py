@@ -1,0 +1,288 @@
+"""The HiCache backend with SGLang's own ABC, factory and host pools; SGLang's Mooncake suite on mooncake_compat."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bare import Absent, bare
+from lost import lose_node
+from processes import PoolEnv
+
+import torch_mooncake as tm
+
+GPU_ONLY = ("torchvision", "torchaudio", "sgl_kernel", "flashinfer", "decord", "decord2", "deep_gemm", "cutlass")
+sys.meta_path.insert(0, Absent(*GPU_ONLY, "torch_memory_saver", "tvm_ffi", "blobfile", "av", "timm"))
+bare("sglang", "sglang")
+sys.modules["sglang"].__version__ = "0"  # type: ignore[attr-defined]
+
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
+
+STACK = (
+    "sglang",
+    "HiCacheStorage, dynamic factory, MHA and MLA host pools; its test_mooncake_store on mooncake_compat",
+)
+LAYERS, PAGE, PAGES, HEADS, DIM = 3, 2, 6, 4, 8
+MHA = {
+    "layer_first": (2, LAYERS, PAGES * PAGE, HEADS, DIM),
+    "page_first": (2, PAGES * PAGE, LAYERS, HEADS, DIM),
+    "page_first_direct": (2, PAGES, LAYERS, PAGE, HEADS, DIM),
+    "page_head": (2, PAGES, HEADS, PAGE, LAYERS, DIM),
+}
+MLA = {
+    "layer_first": (LAYERS, PAGES * PAGE, 1, 16),
+    "page_first": (PAGES * PAGE, LAYERS, 1, 16),
+    "page_first_direct": (PAGES, LAYERS, PAGE, 1, 16),
+}
+
+
+def host_pool(layout: str, heads: int = HEADS) -> Any:
+    """SGLang's host pool, without its constructor (which looks for a device)."""
+    made = object.__new__(MHATokenToKVPoolHost)
+    shape = tuple(heads if size == HEADS and i else size for i, size in enumerate(MHA[layout]))
+    made.layout, made.layer_num, made.page_size, made.page_num = layout, LAYERS, PAGE, PAGES
+    made.size, made.head_num, made.head_dim, made.dtype = PAGES * PAGE, heads, DIM, torch.float16
+    made.pin_memory, made.device = False, "cpu"
+    made.kv_buffer = torch.randn(shape, generator=torch.Generator().manual_seed(3)).half()
+    return made
+
+
+def mla_pool(layout: str) -> Any:
+    made = object.__new__(MLATokenToKVPoolHost)
+    made.layout, made.layer_num, made.page_size, made.page_num = layout, LAYERS, PAGE, PAGES
+    made.size, made.dtype, made.kv_cache_dim = PAGES * PAGE, torch.float16, 16
+    made.kv_lora_rank, made.qk_rope_head_dim, made.dcp_size = 12, 4, 1
+    made.pin_memory, made.device = False, "cpu"
+    made.kv_buffer = torch.randn(MLA[layout], generator=torch.Generator().manual_seed(4)).half()
+    return made
+
+
+def config(**settings: Any) -> HiCacheStorageConfig:
+    extra = {
+        "backend_name": "torch_mooncake",
+        "module_path": "torch_mooncake.integrations.sglang",
+        "class_name": "PoolHiCache",
+        "interface_v1": 1,
+        **settings.pop("extra", {}),
+    }
+    fields: dict[str, Any] = {
+        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
+        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True, "model_name": "org/m",
+    }  # fmt: skip
+    return HiCacheStorageConfig(**{**fields, **settings, "extra_config": extra})
+
+
+@pytest.fixture
+def backend() -> Any:
+    made: list[Any] = []
+
+    def create(pool: Any, **settings: Any) -> Any:
+        made.append(StorageBackendFactory.create_backend("dynamic", config(**settings), pool))
+        made[-1].register_mem_pool_host(pool)
+        return made[-1]
+
+    yield create
+    for each in made:
+        each.close()
+
+
+def slots(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def page_bytes(pool: Any, page: int) -> bytes:
+    import ctypes
+
+    return b"".join(ctypes.string_at(at, n) for at, n in zip(*pool.get_page_buffer_meta(slots(page)), strict=True))
+
+
+@pytest.mark.parametrize("make", [host_pool, mla_pool], ids=["mha", "mla"])
+@pytest.mark.parametrize("layout", MHA)
+def test_pages_come_back_in_every_host_layout(backend: Any, make: Any, layout: str):
+    if make is mla_pool and layout not in MLA:
+        layout = "page_first"
+    pool = make(layout)
+    store = backend(pool, is_mla_model=make is mla_pool)
+    assert isinstance(store, HiCacheStorage)
+    keys = ["aa", "bb", "cc"]
+    assert store.batch_exists(keys) == 0
+    assert store.batch_set_v1(keys[:2], slots(0, 2)) == [True, True]
+    assert store.batch_set_v1(keys[:2], slots(0, 2)) == [True, True]
+    assert store.batch_exists(keys) == 2
+    assert store.exists("bb")
+    wanted = [page_bytes(pool, 0), page_bytes(pool, 2)]
+    untouched = page_bytes(pool, 5)
+    assert store.batch_get_v1(keys, slots(3, 4, 5)) == [True, True, False]
+    assert [page_bytes(pool, 3), page_bytes(pool, 4)] == wanted
+    assert page_bytes(pool, 5) == untouched
+
+
+def test_a_page_is_one_object(backend: Any, pool: tm.Pool):
+    """K and V of all layers come and go together."""
+    store = backend(host_pool("layer_first"))
+    store.batch_set_v1(["aa"], slots(1))
+    (key,) = pool.keys("sglang/")
+    assert key.startswith("sglang/default/org%2Fm/")
+    assert pool.info(key).nbytes == 2 * LAYERS * PAGE * HEADS * DIM * 2
+    assert pool.info(key).sealed
+
+
+def test_engines_of_different_tp_share_pages_cut_by_heads(backend: Any):
+    """TP 1 writes, both ranks of TP 2 read their half of the heads."""
+    whole = host_pool("page_head")
+    writer = backend(whole, should_split_heads=True, tp_lcm_size=2)
+    assert writer.batch_set_v1(["aa", "bb"], slots(0, 1)) == [True, True]
+    assert writer.batch_exists(["aa", "bb", "cc"]) == 2
+    for rank in (0, 1):
+        half = host_pool("page_head", heads=HEADS // 2)
+        reader = backend(half, should_split_heads=True, tp_lcm_size=2, tp_rank=rank, tp_size=2)
+        assert reader.batch_exists(["aa", "bb", "cc"]) == 2
+        assert reader.batch_get_v1(["aa", "bb"], slots(4, 5)) == [True, True]
+        part = slice(rank * HEADS // 2, (rank + 1) * HEADS // 2)
+        assert torch.equal(half.kv_buffer[:, 4:6], whole.kv_buffer[:, 0:2, part])
+    assert writer.batch_get_v1(["aa"], slots(3)) == [True]
+    assert torch.equal(whole.kv_buffer[:, 3], whole.kv_buffer[:, 0])
+
+
+def test_who_must_not_share_does_not(backend: Any):
+    pool = host_pool("page_first")
+    backend(pool).batch_set_v1(["aa"], slots(0))
+    assert backend(pool).exists("aa")
+    assert not backend(pool, tp_rank=1, tp_size=2).exists("aa")
+    assert not backend(pool, model_name="other").exists("aa")
+    assert not backend(pool, extra={"namespace": "tenant"}).exists("aa")
+    assert not backend(host_pool("page_first_direct")).exists("aa")
+    assert not backend(host_pool("page_first", heads=2)).exists("aa")
+
+
+def test_hybrid_pools(backend: Any):
+    kv, indexer, mamba = host_pool("page_first"), mla_pool("page_first"), mla_pool("page_first_direct")
+    store = backend(kv)
+    store.register_mem_host_pool_v2(indexer, PoolName.INDEXER)
+    store.register_mem_host_pool_v2(mamba, PoolName.MAMBA)
+    store.on_host_pools_registered()
+    keys = ["a", "b", "c", "d"]
+
+    def transfer(name: Any, some: list[str], pages: list[int], policy: Any = PoolHitPolicy.ALL_PAGES) -> PoolTransfer:
+        return PoolTransfer(name=name, keys=some, host_indices=slots(*pages), hit_policy=policy)
+
+    done = store.batch_set_v2(
+        [transfer(PoolName.KV, keys, [0, 1, 2, 3]), transfer(PoolName.INDEXER, keys[:3], [0, 1, 2])]
+    )
+    assert done == {PoolName.KV: [True] * 4, PoolName.INDEXER: [True] * 3}
+    store.batch_set_v2([transfer(PoolName.MAMBA, ["b"], [1])])
+    found = store.batch_exists_v2(keys, [transfer(PoolName.INDEXER, keys, [0, 1, 2, 3])])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, [1, 2, 3])
+    trailing = transfer(PoolName.MAMBA, ["x"], [0], PoolHitPolicy.TRAILING_PAGES)
+    found = store.batch_exists_v2(keys, [transfer(PoolName.INDEXER, keys, [0, 1, 2, 3]), trailing])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [2])
+    assert store.batch_exists_v2(["z"], []).kv_hit_pages == 0
+    wanted = page_bytes(indexer, 1)
+    assert store.batch_get_v2([transfer(PoolName.INDEXER, ["b", "d"], [4, 5])]) == {PoolName.INDEXER: [True, False]}
+    assert page_bytes(indexer, 4) == wanted
+    with pytest.raises(tm.Unsupported):
+        store.batch_exists_v2(keys, [transfer(PoolName.INDEXER, keys, [0], PoolHitPolicy.BLOCK_GROUPS)])
+
+
+def test_values_without_the_page_interface(backend: Any):
+    store = backend(host_pool("page_first"))
+    value = torch.arange(100, dtype=torch.float32)
+    assert store.set("k", value)
+    assert store.batch_set(["k", "l"], [value, value + 1])
+    assert torch.equal(store.get("k").view(torch.float32), value)
+    target = torch.zeros(100)
+    assert store.get("l", target) is target
+    assert torch.equal(target, value + 1)
+    assert store.batch_get(["k", "missing"], [torch.zeros(100), torch.zeros(100)])[1] is None
+    assert store.get("missing") is None
+
+
+def test_clear_removes_what_is_its_own(backend: Any, pool: tm.Pool):
+    store = backend(host_pool("page_first"))
+    pool.put("somebody/else", 1)
+    store.batch_set_v1(["aa", "bb"], slots(0, 1))
+    store.clear()
+    assert store.batch_exists(["aa"]) == 0
+    assert pool.keys() == ["somebody/else"]
+
+
+def test_a_node_that_is_killed_is_a_miss_in_bounded_time(backend: Any, pool_env: PoolEnv):
+    store = backend(host_pool("page_first"), extra={"timeout_s": 2})
+    assert store.batch_set_v1(["aa"], slots(0)) == [True]
+    lose_node(pool_env, lambda: store.exists("aa"))
+    started = time.monotonic()
+    assert store.batch_get_v1(["aa"], slots(1)) == [False]
+    assert store.batch_exists(["aa"]) == 0
+    assert time.monotonic() - started < 30
+
+
+def test_it_has_every_method_of_the_interface():
+    from torch_mooncake.integrations.sglang import PoolHiCache
+
+    for name in HiCacheStorage.__abstractmethods__ | {"batch_get_v1", "batch_set_v1", "batch_exists", "clear"}:
+        assert getattr(PoolHiCache, name) is not getattr(HiCacheStorage, name)
+
+
+def test_sglang_s_own_mooncake_suite_on_the_compat_modules(compat_env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    for name, value in {
+        "MOONCAKE_MASTER": "127.0.0.1:50051",
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+        "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(64 << 20),
+    }.items():
+        monkeypatch.setenv(name, value)
+    from sglang.srt.mem_cache.storage.mooncake_store import test_mooncake_store as suite
+
+    stores: list[Any] = []
+    original = suite.MooncakeStore
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        stores.append(original(*args, **kwargs))
+        return stores[-1]
+
+    monkeypatch.setattr(suite, "MooncakeStore", kept)
+    suite.test_single_operation()
+    for mla, rank, size in ((False, 0, 1), (True, 0, 1), (False, 1, 4), (True, 3, 8)):
+        suite.test_batch_operation(suite.make_hicache_storage_config(is_mla_model=mla, tp_rank=rank, tp_size=size))
+    assert len(stores) == 5
+    for each in stores:
+        assert each.store.close() == 0
+
+
+def test_sglang_s_transfer_engine_wrapper_on_the_compat_modules(compat_env: dict[str, str]):
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as wrapped
+
+    os.environ["MOONCAKE_PROTOCOL"], os.environ["MC_FORCE_TCP"] = "tcp", "1"
+    try:
+        ends = [wrapped.MooncakeTransferEngine("127.0.0.1", 0, None) for _ in range(2)]
+        memory = SimpleNamespace(a=torch.arange(4096, dtype=torch.uint8), b=torch.zeros(4096, dtype=torch.uint8))
+        ends[0].register(memory.a.data_ptr(), 4096)
+        ends[1].batch_register([memory.b.data_ptr()], [4096])
+        session = ends[1].get_session_id()
+        assert ends[0].transfer_sync(session, memory.a.data_ptr(), memory.b.data_ptr() + 96, 4000) == 0
+        assert torch.equal(memory.b[96:], memory.a[:4000])
+        sides = (
+            [memory.a.data_ptr(), memory.a.data_ptr() + 64],
+            [memory.b.data_ptr() + 64, memory.b.data_ptr()],
+            [64, 64],
+        )
+        assert ends[0].batch_transfer_sync(session, *sides) == 0
+        assert torch.equal(memory.b[:64], memory.a[64:128])
+        assert ends[0].transfer_sync("127.0.0.1:1", memory.a.data_ptr(), memory.b.data_ptr(), 64) < 0
+    finally:
+        del os.environ["MOONCAKE_PROTOCOL"], os.environ["MC_FORCE_TCP"]

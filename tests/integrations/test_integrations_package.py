@@ -1,0 +1,56 @@
+"""The adapters as a package: what a wheel has of them, and that they import their programs only when they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recording
+from places import ROOT
+from setuptools import Distribution
+from setuptools.config.pyprojecttoml import apply_configuration
+
+ADAPTERS = ("lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm", "transformers")
+
+
+def test_a_wheel_has_them_and_not_the_compat_distribution(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    packages = set(apply_configuration(Distribution(), ROOT / "pyproject.toml").packages)
+    assert {f"torch_mooncake.integrations.{name}" for name in ADAPTERS if name != "transformers"} <= packages
+    assert "torch_mooncake.integrations" in packages
+    assert not {name for name in packages if "compat" in name or name.startswith(("integrations", "mooncake"))}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_importing_one_imports_neither_its_program_nor_torch(name: str):
+    code = f"""
+import sys, torch_mooncake.integrations.{name}
+print(sorted(set(sys.modules) & {{"torch", "transformers", "lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_they_stand_on_the_public_api(name: str):
+    """No private name of the library's, and none of its native core."""
+    place = ROOT / "integrations" / name
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    for file in files:
+        text = file.read_text()
+        assert "_core" not in text, file
+        assert "._client(" not in text, file
+        assert len(text.splitlines()) <= 400, file
+
+
+def test_a_row_of_the_table_is_replaced_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"head\n{recording.BEGIN}| a |\n|---|\n| ray | 1 | x |\n| sglang | 2 | y |\n{recording.END}\ntail\n"
+    )
+    monkeypatch.setenv("TM_RECORD", str(page))
+    recording.record({"ray": "| ray | 9 | z |", "lmcache": "| lmcache | 3 | w |"})
+    rows = "| lmcache | 3 | w |\n| ray | 9 | z |\n| sglang | 2 | y |\n"
+    assert page.read_text() == f"head\n{recording.BEGIN}| a |\n|---|\n{rows}{recording.END}\ntail\n"

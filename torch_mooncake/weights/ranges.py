@@ -1,0 +1,116 @@
+"""From boxes of whole tensors to bytes: where a plan's pieces lie in a node's slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_mooncake.errors import InternalError
+from torch_mooncake.tensors import DTYPES
+from torch_mooncake.weights.arena import offsets_of
+from torch_mooncake.weights.plan import Plan
+from torch_mooncake.weights.shards import Ints, Manifest
+
+
+class Addresses:
+    """Where a packed manifest's pieces are."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._offsets, _ = offsets_of(manifest)
+        self._rows: dict[str, list[int]] = {}
+        for row, whole in enumerate(manifest.whole.tolist()):
+            self._rows.setdefault(manifest.wholes[whole].name, []).append(row)
+
+    def rows(self, names: Sequence[str], start: Ints, size: Ints) -> list[int]:
+        """The pieces that have all of the box; ``names``: those under which the whole goes."""
+        manifest, ndim = self._manifest, self._manifest.ndim
+        low, high = start[-ndim:], start[-ndim:] + size[-ndim:]
+        return [
+            row
+            for name in names
+            for row in self._rows.get(name, ())
+            if (manifest.start[row] <= low).all() and (high <= manifest.start[row] + manifest.size[row]).all()
+        ]
+
+    def place(self, row: int, start: Ints, itemsize: int) -> tuple[int, tuple[int, ...]]:
+        """(byte offset in the slot, byte strides) of the element of the whole at ``start``."""
+        manifest = self._manifest
+        strides = manifest.stride[row]
+        elements = int(manifest.offset[row] + ((start[-manifest.ndim :] - manifest.start[row]) * strides).sum())
+        fill = len(start) - manifest.ndim
+        offset = int(self._offsets[manifest.local[row]]) + elements * itemsize
+        return offset, (*(0,) * fill, *(strides * itemsize).tolist())
+
+
+def ranges(
+    size: Sequence[int], itemsize: int, a: tuple[int, tuple[int, ...]], b: tuple[int, tuple[int, ...]]
+) -> tuple[Ints, Ints, int]:
+    """(offsets in a, offsets in b, length) of the stretches of a box that are contiguous on both sides, in bytes."""
+    block = itemsize
+    here, there = np.array([a[0]], np.int64), np.array([b[0]], np.int64)
+    whole = True
+    for n, step_a, step_b in zip(reversed(size), reversed(a[1]), reversed(b[1]), strict=True):
+        if n == 1:
+            continue
+        if whole and step_a == block == step_b:
+            block *= n
+            continue
+        whole = False
+        index = np.arange(n, dtype=np.int64)[:, None]
+        here = (index * step_a + here[None, :]).ravel()
+        there = (index * step_b + there[None, :]).ravel()
+    return here, there, block
+
+
+class Chunks:
+    """The bytes of one route's chunks, from one node's slot to another's: arrays ready for ``Engine.read``."""
+
+    def __init__(self, plan: Plan, names: Sequence[Sequence[str]], route: int, src: Addresses, dst: Addresses) -> None:
+        first = int(np.searchsorted(plan.chunk_route, route))
+        last = int(np.searchsorted(plan.chunk_route, route, side="right"))
+        self.nbytes = plan.chunk_nbytes[first:last].tolist()
+        self.total = int(sum(self.nbytes))
+        pieces = np.searchsorted(plan.piece_chunk, np.arange(first, last + 1))
+        self.parts: list[tuple[Ints, Ints, Ints]] = []  # of each chunk: offsets there, offsets here, lengths
+        self.copies: list[tuple[int, int, int]] = []  # (from, to, nbytes) within the receiver's slot, at the end
+        for low, high in zip(pieces[:-1].tolist(), pieces[1:].tolist(), strict=True):
+            self.parts.append(self._part(plan, names, low, high, src, dst))
+
+    def _part(
+        self, plan: Plan, names: Sequence[Sequence[str]], low: int, high: int, src: Addresses, dst: Addresses
+    ) -> tuple[Ints, Ints, Ints]:
+        theirs, ours, lengths = [], [], []
+        for row in range(low, high):
+            whole = int(plan.piece_whole[row])
+            start, size = plan.piece_start[row], plan.piece_size[row]
+            itemsize = DTYPES[plan.wholes[whole].dtype]
+            sources, targets = (side.rows(names[whole], start, size) for side in (src, dst))
+            if not sources or not targets:
+                raise InternalError(f"a plan sends {plan.wholes[whole].name} where it is not")
+            from_, to = (side.place(rows[0], start, itemsize) for side, rows in ((src, sources), (dst, targets)))
+            there, here, length = ranges(size.tolist(), itemsize, from_, to)
+            theirs.append(there)
+            ours.append(here)
+            lengths.append(np.full(len(there), length, np.int64))
+            for other in targets[1:]:
+                again, twin, step = ranges(size.tolist(), itemsize, to, dst.place(other, start, itemsize))
+                self.copies.extend((a, b, step) for a, b in zip(again.tolist(), twin.tolist(), strict=True))
+        return _merged(np.concatenate(theirs), np.concatenate(ours), np.concatenate(lengths))
+
+
+def _merged(there: Ints, here: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+    """Stretches that follow each other on both sides, as one."""
+    follows = (there[1:] == there[:-1] + lengths[:-1]) & (here[1:] == here[:-1] + lengths[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return there[first], here[first], np.add.reduceat(lengths, first)
+
+
+def names_of(plan: Plan, sources: Sequence[Manifest]) -> list[list[str]]:
+    """The names under which each of the plan's wholes goes: its own, and those that the sources tie to it."""
+    tied: dict[str, set[str]] = {}
+    for manifest in sources:
+        for name, root in manifest.aliases.items():
+            tied.setdefault(root, set()).add(name)
+    return [[whole.name, *sorted(tied.get(whole.name, ()))] for whole in plan.wholes]

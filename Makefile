@@ -150,7 +150,7 @@ test-integrations: build  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake
 	fi
 
 bench: build  ## the tables of docs/benchmarks.md (BENCH_ARGS=--quick; BENCH_JSON=FOLDER for a file of rows each)
-	@for what in transfer file pool; do \
+	@for what in transfer file pool kv; do \
 	  $(PY) benchmarks/$$what.py $(BENCH_ARGS) $(if $(BENCH_JSON),--json $(BENCH_JSON)/$$what.json); done
 
 cuda: $(STAMPS)/dev  ## compile the CUDA plug-in (needs nvcc, no GPU); registers and spills of its kernels

@@ -181,7 +181,7 @@ class Rank:
             sequence.outcome = {
                 "push_bytes": push.nbytes,
                 "push_exposed_s": push.exposed_s,
-                "push_transport": push.transport.strip("+"),  # of ranks that get nothing from this one
+                "push_transport": push.transport,
                 "push_wire": push.wire,
             }
         except tm.Error as error:

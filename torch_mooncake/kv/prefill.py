@@ -204,7 +204,7 @@ class PrefillSession:
         return PushResult(
             sum(target.nbytes for target in self.targets),
             self._exposed_s,
-            "+".join(dict.fromkeys(target.transport for target in self.targets)),
+            "+".join(dict.fromkeys(target.transport for target in self.targets if target.transport)),
             "+".join(dict.fromkeys(target.plan.wire for target in self.targets)),
         )
 

@@ -73,7 +73,7 @@ class KVSender:
         """Takes the ticket of a decode side, or those of all its tensor-parallel ranks: each gets the heads of ours
         that it holds. Raises LayoutMismatch naming every difference of the two caches, PeerLost or DeadlineExceeded
         when a decode engine cannot be reached, KeyNotFound when its session is over. The decode sides that can be told
-        are.
+        are. Waits for decode engines until its deadline when they stand still: not for a thread that has to go on.
 
         `timeout` (s) shortens the tickets' own. `wire`: "direct" (each run of bytes to its place), "packed" (packed,
         sent, unpacked), "packed_fp8" (the same as float8, only if the ticket asks for it, too) or "auto".

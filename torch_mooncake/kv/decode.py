@@ -205,7 +205,7 @@ class DecodeSession:
         try:
             size = tickets[0].place.size
             for ticket in tickets:
-                theirs = receiver.layout_of(ticket.layout)
+                theirs = receiver.others.layout(ticket.layout)
                 check_layouts(ours, our, theirs, ticket.place, "the prefill cache differs")
                 if ticket.place.size != size:
                     raise LayoutMismatch(f"a prefill rank of {size} ranks, and one of {ticket.place.size}")
@@ -237,7 +237,7 @@ class DecodeSession:
 
     def _source_of(self, ticket: wire.Ticket) -> Source:
         receiver = self._receiver
-        theirs = receiver.layout_of(ticket.layout)
+        theirs = receiver.others.layout(ticket.layout)
         planning.agree(self.wire, ticket.wire)
         feeds = planning.feeds_of(theirs, ticket.place, receiver.kv.layout, receiver.place)
         source = Source(
@@ -321,7 +321,7 @@ class DecodeSession:
         """Push: a prefill rank has opened the ticket."""
         receiver, body = self._receiver, note.body
         place = wire.Place(*body["place"])
-        theirs = receiver.layout_of(body["layout"])
+        theirs = receiver.others.layout(body["layout"])
         check_layouts(receiver.kv.layout, receiver.place, theirs, place, "the prefill cache differs")
         sources = planning.sources_of(theirs, place.size, receiver.kv.layout, receiver.place)
         if self._source_tp not in (0, place.size):

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_mooncake.kv import wire
 from torch_mooncake.kv.exchange import Exchange
 from torch_mooncake.kv.groups import Plane
 from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.plan import Feed
 from torch_mooncake.kv.runs import Int64s, Runs
 
 
@@ -120,3 +122,44 @@ def _by_storages(runs: Runs) -> list[Move]:
         arrays = (array[chosen] for array in (runs.our_offset, runs.their_offset, runs.nbytes))
         out.append(Move(one >> 32, one & 0xFFFFFFFF, *arrays))
     return out
+
+
+_KEPT = 64  # layouts of others; there are as many as kinds of workers
+
+
+class OtherLayouts:
+    """Layouts of other sides, by the bytes they travelled as, and the runs between each and ours. The latest are kept:
+    all tickets and notes of a side have the same. Any thread.
+
+    `sending`: ours is the prefill side.
+    """
+
+    def __init__(self, ours: PagedKVLayout, *, sending: bool) -> None:
+        self._ours, self._sending = ours, sending
+        self._known: dict[bytes, tuple[PagedKVLayout, dict[tuple[int, range | None, range | None], LayerRuns]]] = {}
+        self._lock = threading.Lock()
+
+    def layout(self, data: bytes) -> PagedKVLayout:
+        """InvalidArgument for bytes that are no layout."""
+        with self._lock:
+            known = self._known.get(data)
+        return known[0] if known is not None else self._keep(data, PagedKVLayout.from_dict(wire.unpack_layout(data)))
+
+    def runs(self, data: bytes, group: int, feed: Feed) -> LayerRuns:
+        """Between ours and that one, the heads that `feed` names."""
+        theirs = self.layout(data)
+        ours, others = feed.source_heads, feed.sink_heads
+        if not self._sending:
+            ours, others = others, ours
+        with self._lock:
+            runs = self._known[data][1] if data in self._known else {}
+            found = runs.get((group, ours, others))
+            if found is None:
+                found = runs[group, ours, others] = LayerRuns(self._ours, theirs, group, ours, others)
+            return found
+
+    def _keep(self, data: bytes, layout: PagedKVLayout) -> PagedKVLayout:
+        with self._lock:
+            while len(self._known) >= _KEPT:
+                self._known.pop(next(iter(self._known)))
+            return self._known.setdefault(data, (layout, {}))[0]

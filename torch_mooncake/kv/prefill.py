@@ -247,7 +247,7 @@ class PrefillSession:
     def _add(self, ticket: wire.Ticket) -> None:
         """One more decode rank (push)."""
         sender = self._sender
-        ours, theirs = sender.kv.layout, sender.layout_of(ticket.layout)
+        ours, theirs = sender.kv.layout, sender.others.layout(ticket.layout)
         check_layouts(ours, sender.place, theirs, ticket.place, "the decode cache differs")
         pages = [np.frombuffer(ids, np.int64) for ids in ticket.pages]
         if len(pages) != len(theirs.groups) or len(ticket.prompt_pages) != len(pages) or not ticket.regions:
@@ -305,7 +305,7 @@ class PrefillSession:
     def _meet(self, note: wire.Note) -> None:
         """Pull: a decode rank has come (inbox thread)."""
         sender, body = self._sender, note.body
-        place, theirs = wire.Place(*body["place"]), sender.layout_of(body["layout"])
+        place, theirs = wire.Place(*body["place"]), sender.others.layout(body["layout"])
         contact = wire.contact_of(body)
         if any(target.place.rank == place.rank for target in self.targets):
             raise InvalidArgument(f"decode rank {place.rank} used the ticket twice")

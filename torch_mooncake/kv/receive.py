@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_mooncake.errors import Closed, InvalidArgument
 from torch_mooncake.kv import wire
@@ -14,12 +14,10 @@ from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.decode import DecodeSession
 from torch_mooncake.kv.fetch import Fetcher
 from torch_mooncake.kv.inbox import Inbox
-from torch_mooncake.kv.layer_runs import LayerRuns
-from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.layer_runs import OtherLayouts
 from torch_mooncake.kv.leases import Leases
 from torch_mooncake.kv.packing import Packer
 from torch_mooncake.kv.pages import PageAllocator
-from torch_mooncake.kv.plan import Feed
 from torch_mooncake.kv.settle import Settler
 from torch_mooncake.kv.staging import Staging
 
@@ -68,8 +66,7 @@ class KVReceiver:
         self.staging_nbytes = staging_nbytes
         self._scratch: Staging | None = None
         self._regions: list[Region] = []
-        self._layouts: dict[bytes, PagedKVLayout] = {}
-        self._runs: dict[tuple[Any, ...], LayerRuns] = {}
+        self.others = OtherLayouts(kv.layout, sending=False)
         self._sessions: set[DecodeSession] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -189,23 +186,6 @@ class KVReceiver:
     def _forget(self, session: DecodeSession) -> None:
         with self._lock:
             self._sessions.discard(session)
-
-    def layout_of(self, data: bytes) -> PagedKVLayout:
-        """A layout that travelled; kept, since every note of a prefill side has the same."""
-        with self._lock:
-            layout = self._layouts.get(data)
-        if layout is None:
-            layout = PagedKVLayout.from_dict(wire.unpack_layout(data))
-            with self._lock:
-                self._layouts[data] = layout
-        return layout
-
-    def runs_with(self, key: bytes, theirs: PagedKVLayout, group: int, feed: Feed) -> LayerRuns:
-        where = (key, group, feed.source_heads, feed.sink_heads)
-        found = self._runs.get(where)
-        if found is None:
-            found = self._runs[where] = LayerRuns(self.kv.layout, theirs, group, feed.sink_heads, feed.source_heads)
-        return found
 
     @property
     def regions(self) -> list[Region]:

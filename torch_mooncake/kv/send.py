@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,10 +14,8 @@ from torch_mooncake.errors import Closed, InvalidArgument
 from torch_mooncake.kv import wire
 from torch_mooncake.kv.cache import PagedKV
 from torch_mooncake.kv.inbox import Inbox
-from torch_mooncake.kv.layer_runs import LayerRuns
-from torch_mooncake.kv.layout import PagedKVLayout
+from torch_mooncake.kv.layer_runs import OtherLayouts
 from torch_mooncake.kv.packing import Packer
-from torch_mooncake.kv.plan import Feed
 from torch_mooncake.kv.prefill import Event, PrefillSession, PushResult
 from torch_mooncake.kv.settle import Settler
 from torch_mooncake.kv.staging import Staging
@@ -60,8 +58,7 @@ class KVSender:
         self.slots = Staging(engine, 64 << 10, torch.device("cpu"), label="KV sessions' slots")  # read from tables
         self.hungry: set[Target] = set()  # those that wait for staging memory
         self._staging: Staging | None = None
-        self._layouts: dict[bytes, PagedKVLayout] = {}
-        self._runs: dict[tuple[Any, ...], LayerRuns] = {}
+        self.others = OtherLayouts(kv.layout, sending=True)
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -113,23 +110,6 @@ class KVSender:
         self.regions, self._staging = [], None
 
     # ---- for the sessions
-
-    def layout_of(self, data: bytes) -> PagedKVLayout:
-        """A layout that travelled; kept, since every ticket of a decode side has the same."""
-        with self._lock:
-            layout = self._layouts.get(data)
-        if layout is None:
-            layout = PagedKVLayout.from_dict(wire.unpack_layout(data))
-            with self._lock:
-                self._layouts[data] = layout
-        return layout
-
-    def runs_with(self, key: bytes, theirs: PagedKVLayout, group: int, feed: Feed) -> LayerRuns:
-        where = (key, group, feed.source_heads, feed.sink_heads)
-        found = self._runs.get(where)
-        if found is None:
-            found = self._runs[where] = LayerRuns(self.kv.layout, theirs, group, feed.source_heads, feed.sink_heads)
-        return found
 
     def cannot_pack(self) -> str:
         """Why the decode side could not fetch packed pages from here, or ""."""

@@ -143,7 +143,7 @@ class Source:
         session, receiver = self._session, self._receiver
         theirs = np.frombuffer(note.body["pages"], np.int64)
         ours = np.asarray(session.group_pages[group][note.start : note.start + note.count])
-        moves = receiver.runs_with(self._layout_key, self._layout, group, feed).moves(note.layer, ours, theirs)
+        moves = receiver.others.runs(self._layout_key, group, feed).moves(note.layer, ours, theirs)
 
         def begin() -> list[Op]:
             return [

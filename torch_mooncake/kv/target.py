@@ -182,7 +182,7 @@ class Target:
             self.sent.append(Sent(self._send(note), chunk))
             return
         theirs = self.pages[group][chunk.start : chunk.start + len(chunk.ids)]
-        runs = sender.runs_with(self._layout_key, self.layout, group, feed)
+        runs = sender.others.runs(self._layout_key, group, feed)
         moves = runs.moves(chunk.layer, chunk.ids, theirs)
         note = self._note("layer", chunk, number, parts=len(moves))
         timeout = left(session.deadline)

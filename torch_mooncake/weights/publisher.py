@@ -9,26 +9,27 @@ from typing import Any, Literal
 import torch
 
 import torch_mooncake
-from torch_mooncake import sharding
 from torch_mooncake.errors import DeadlineExceeded, InvalidArgument, LayoutMismatch, Unsupported
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import SLOTS, Arena, copy_tensors
+from torch_mooncake.weights.arena import SLOTS, Arena
 from torch_mooncake.weights.atoms import compare
-from torch_mooncake.weights.describe import described
+from torch_mooncake.weights.files import Checkpoint, Share
 from torch_mooncake.weights.layout import Layout
-from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
+from torch_mooncake.weights.sources import Source, Tensors
 
 
 class Publisher:
     """One trainer rank's part of the weights called ``name``. All ranks make one and call ``publish`` in step.
 
-    ``layout``: as for ``describe``. ``rank`` and ``world``: of the trainers; all ranks' tensors together are the
-    weights. ``subset``: subscribers may have more tensors than these (adapters). ``engine``: what others read from, to
-    be reached by all subscribers; by default one of its own, which processes of this host reach. ``place``: this
-    host, and which of its NICs carries this rank. ``pool``: where they meet; by default the process's own pool.
+    ``source``: a model or a state dict, whose tensors are published as they are at that moment; a ``Checkpoint``, of
+    which each rank reads a part; a ``Stream``. ``layout``: as for ``describe``, for the first two. ``rank`` and
+    ``world``: of the trainers; all ranks' tensors together are the weights. ``subset``: subscribers may have more
+    tensors than these (adapters). ``engine``: what others read from, to be reached by all subscribers; by default one
+    of its own, which processes of this host reach. ``place``: this host, and which of its NICs carries this rank.
+    ``pool``: where they meet; by default the process's own pool.
 
     It has two copies of this rank's tensors, in shared memory: what subscribers read is never what an optimiser
     writes. For one thread; a context manager.
@@ -37,7 +38,7 @@ class Publisher:
     def __init__(
         self,
         name: str,
-        model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor],
+        source: torch.nn.Module | Mapping[str, torch.Tensor] | Checkpoint | Source,
         *,
         layout: Layout | None = None,
         rank: int = 0,
@@ -50,8 +51,13 @@ class Publisher:
         if not 0 <= rank < world:
             raise InvalidArgument(f"rank {rank} of {world}")
         self._room = Room(name, torch_mooncake if pool is None else pool)
-        self._model, self._rank, self._world, self._subset = model_or_state_dict, rank, world, subset
-        manifest = described(tensors_of(model_or_state_dict), layout, packed=True)
+        self._rank, self._world, self._subset = rank, world, subset
+        if isinstance(source, (Checkpoint, Source)) and layout is not None:
+            raise InvalidArgument("layouts are for the tensors of a model or state dict")
+        if isinstance(source, Checkpoint):
+            source = Share(source, rank, world)
+        self.source = source if isinstance(source, Source) else Tensors(source, layout)
+        manifest = self.source.manifest
         self._own_engine = engine is None
         self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
         self._arena = Arena(self._engine, manifest)
@@ -63,27 +69,33 @@ class Publisher:
         self._room.enter(self._member, target=False)
 
     def publish(
-        self, *, step: int | None = None, mode: Literal["auto", "full", "delta"] = "auto", timeout: float = 120
+        self,
+        *,
+        step: int | None = None,
+        mode: Literal["auto", "full", "delta"] = "auto",
+        timeout: float = 120,
+        source: Checkpoint | None = None,
     ) -> Published:
         """Makes the tensors as they are now the current version, and returns when it is: when all ranks have copied
-        theirs. It waits for no subscriber.
+        theirs. It waits for no subscriber. ``source``: from now on another checkpoint, with the same tensors.
 
         DeadlineExceeded: not all ranks came within ``timeout`` seconds; the version before stays the current one.
-        LayoutMismatch: a tensor has not the shape any more that it was made with. Unsupported: ``mode="delta"``.
+        LayoutMismatch: a tensor has not the shape any more that it was made with. Of a checkpoint, also Corrupt and
+        IoError: its files are not what they were when it was described; the version before stays.
+        Unsupported: ``mode="delta"``.
         """
         if mode not in ("auto", "full"):
             raise Unsupported(f"weights are published in full, not as {mode!r}")
+        if source is not None:
+            if not isinstance(self.source, Share):
+                raise InvalidArgument("only a publisher of a checkpoint publishes another one")
+            self.source = self.source.renewed(source)
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
         version = self.version + 1
         slot = version % SLOTS
-        here = local_tensors(self._model)
-        views = self._arena.views(slot)
-        for name, view in views.items():
-            if name not in here or here[name].shape != view.shape:
-                raise LayoutMismatch(f"{name}: {list(view.shape)} when the publisher was made, not any more")
         self._arena.begin(slot)
-        copy_tensors(views, {name: here[name] for name in views})
+        self.source.fill(self._engine, self._arena, slot)
         self._arena.announce(slot, version)
         self._arena.complete(slot)
         self._room.say_ready(self._rank, self._member.uid, version)
@@ -159,12 +171,3 @@ class Publisher:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def local_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of this process's memory, by name: of a DTensor, its local shard."""
-    found = tensors_of(model_or_state_dict)
-    return {
-        name: tensor.to_local() if sharding.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        for name, tensor in found.items()
-    }

@@ -114,6 +114,11 @@ class Manifest:
         return self.start.shape[1]
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the wholes."""
+        return frozenset(whole.name for whole in self.wholes)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all pieces, as they travel."""
         itemsize = np.array([DTYPES[w.dtype] for w in self.wholes] or [0], np.int64)

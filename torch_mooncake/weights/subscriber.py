@@ -31,9 +31,9 @@ from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place, Plan, Planner
-from torch_mooncake.weights.publisher import local_tensors
 from torch_mooncake.weights.ranges import Chunks, names_of
 from torch_mooncake.weights.shards import Local, listed
+from torch_mooncake.weights.sources import local_tensors
 from torch_mooncake.weights.subscribe import Update
 
 _WAIT_S = 0.2  # what close() waits for the thread to see it, at most, when nothing comes

@@ -102,6 +102,7 @@ class Room:
 
     def enter(self, member: Member, *, target: bool) -> None:
         self._pool.put(f"{self._prefix}/member/{member.uid}", member.to_value())
+        self._known[member.uid] = member
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 

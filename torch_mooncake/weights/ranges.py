@@ -42,31 +42,37 @@ class Addresses:
         rows = [row for name in names for row in self._rows.get(name, ())]
         return rows[0] if len(rows) == 1 else -1
 
-    def inside(self, rows: Ints, start: Ints, size: Ints) -> Bools:
-        """Whether each of these boxes lies in the piece ``rows`` names for it."""
+    def simple(self, rows: Ints, start: Ints, size: Ints, itemsize: Ints) -> tuple[Ints, Bools]:
+        """([n] byte offsets of these boxes, whether each lies in the piece ``rows`` has for it, contiguously)."""
         manifest, ndim = self._manifest, self._manifest.ndim
-        low, first = start[:, -ndim:], manifest.start[rows]
-        found: Bools = ((first <= low) & (low + size[:, -ndim:] <= first + manifest.size[rows])).all(axis=1)
-        return found
+        first, strides = manifest.start[rows], manifest.stride[rows]
+        low, lengths = start[:, -ndim:], size[:, -ndim:]
+        good = (rows >= 0) & ((first <= low) & (low + lengths <= first + manifest.size[rows])).all(axis=1)
+        block = np.ones(len(rows), np.int64)
+        for d in reversed(range(ndim)):
+            good &= (lengths[:, d] == 1) | (strides[:, d] == block)
+            block *= lengths[:, d]
+        elements = manifest.offset[rows] + ((low - first) * strides).sum(axis=1)
+        return self._offsets[manifest.local[rows]] + elements * itemsize, good
 
-    def places(self, rows: Ints, start: Ints, itemsize: Ints) -> tuple[Ints, Ints]:
-        """([n] byte offsets in the slot, [n, ndim of start] byte strides) of the elements of the wholes at ``start``.
-        ``itemsize``: [n]"""
-        manifest, ndim = self._manifest, self._manifest.ndim
-        strides = manifest.stride[rows]
-        elements = manifest.offset[rows] + ((start[:, -ndim:] - manifest.start[rows]) * strides).sum(axis=1)
-        fill = start.shape[1] - ndim
-        padded = np.pad(strides * itemsize[:, None], ((0, 0), (max(fill, 0), 0)))
-        return self._offsets[manifest.local[rows]] + elements * itemsize, padded[:, padded.shape[1] - start.shape[1] :]
+    def place(self, row: int, start: Ints, itemsize: int) -> tuple[int, tuple[int, ...]]:
+        """(byte offset in the slot, byte strides) of the element of the whole at ``start``."""
+        manifest = self._manifest
+        strides = manifest.stride[row]
+        elements = int(manifest.offset[row] + ((start[-manifest.ndim :] - manifest.start[row]) * strides).sum())
+        fill = len(start) - manifest.ndim
+        offset = int(self._offsets[manifest.local[row]]) + elements * itemsize
+        return offset, (*(0,) * fill, *(strides * itemsize).tolist())
 
 
-def ranges(size: Sequence[int], itemsize: int, a: Sequence[int], b: Sequence[int]) -> tuple[Ints, Ints, int]:
-    """(offsets in a, offsets in b, length) of the stretches of a box that are contiguous on both sides, in bytes from
-    its first element. ``a``, ``b``: byte strides."""
+def ranges(
+    size: Sequence[int], itemsize: int, a: tuple[int, tuple[int, ...]], b: tuple[int, tuple[int, ...]]
+) -> tuple[Ints, Ints, int]:
+    """(offsets in a, offsets in b, length) of the stretches of a box that are contiguous on both sides, in bytes."""
     block = itemsize
-    here, there = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    here, there = np.array([a[0]], np.int64), np.array([b[0]], np.int64)
     whole = True
-    for n, step_a, step_b in zip(reversed(size), reversed(a), reversed(b), strict=True):
+    for n, step_a, step_b in zip(reversed(size), reversed(a[1]), reversed(b[1]), strict=True):
         if n == 1:
             continue
         if whole and step_a == block == step_b:
@@ -87,76 +93,53 @@ class Chunks:
         last = int(np.searchsorted(plan.chunk_route, route, side="right"))
         self.nbytes = plan.chunk_nbytes[first:last].tolist()
         self.total = int(sum(self.nbytes))
-        self.copies: list[tuple[int, int, int]] = []  # (from, to, nbytes) within the receiver's slot, at the end
-        self.parts: list[tuple[Ints, Ints, Ints]] = []  # of each chunk: offsets there, offsets here, lengths
         pieces = np.searchsorted(plan.piece_chunk, np.arange(first, last + 1))
-        self._patterns: dict[tuple[object, ...], tuple[Ints, Ints, int]] = {}
-        low, high = int(pieces[0]), int(pieces[-1])
-        there, here, lengths, of = self._stretches(plan, names, slice(low, high), src, dst)
-        bounds = np.searchsorted(of, pieces - low)
-        for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            self.parts.append(_merged(there[a:b], here[a:b], lengths[a:b]))
+        self.parts: list[tuple[Ints, Ints, Ints]] = []  # of each chunk: offsets there, offsets here, lengths
+        self.copies: list[tuple[int, int, int]] = []  # (from, to, nbytes) within the receiver's slot, at the end
+        base = int(pieces[0])
+        there, here, lengths, simple = _simple(plan, names, base, int(pieces[-1]), src, dst)
+        for low, high in zip(pieces[:-1].tolist(), pieces[1:].tolist(), strict=True):
+            these = slice(low - base, high - base)
+            if simple[these].all():
+                self.parts.append(_merged(there[these], here[these], lengths[these]))
+            else:
+                self.parts.append(self._part(plan, names, low, high, src, dst))
 
-    def _stretches(
-        self, plan: Plan, names: Sequence[Sequence[str]], rows: slice, src: Addresses, dst: Addresses
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """(offset there, offset here, length, number of the piece) of every stretch of the pieces."""
-        wholes, start, size = plan.piece_whole[rows], plan.piece_start[rows], plan.piece_size[rows]
-        different, inverse = np.unique(wholes, return_inverse=True)
-        sizes = np.array([DTYPES[plan.wholes[whole].dtype] for whole in different.tolist()], np.int64)
-        itemsize = sizes[inverse]
-        owners = [np.array([side.only(names[w]) for w in different.tolist()], np.int64)[inverse] for side in (src, dst)]
-        for i in np.flatnonzero((owners[0] < 0) | (owners[1] < 0)).tolist():
-            for side, found in zip((src, dst), owners, strict=True):
-                found[i] = next(iter(side.rows(names[wholes[i]], start[i], size[i])), -1)
-            for other in dst.rows(names[wholes[i]], start[i], size[i])[1:]:
-                self._twin(dst, int(owners[1][i]), other, start[i], size[i], int(itemsize[i]))
-        for side, found in zip((src, dst), owners, strict=True):
-            lacking = (found < 0) | ~side.inside(found, start, size)
-            if lacking.any():
-                name = plan.wholes[int(wholes[int(lacking.argmax())])].name
-                raise InternalError(f"a plan sends {name} where it is not")
-        (there, far), (here, near) = (
-            side.places(found, start, itemsize) for side, found in zip((src, dst), owners, strict=True)
-        )
-        block, plain = _blocks(size, itemsize, far, near)
-        number = np.arange(len(wholes), dtype=np.int64)
-        if plain.all():
-            return there, here, block, number
-        columns: list[list[Ints]] = [[], [], [], []]
-        for i, whole in enumerate(plain.tolist()):
-            a, b, length = self._PLAIN if whole else self._pattern(size[i], int(itemsize[i]), far[i], near[i])
-            length = int(block[i]) if whole else length
-            values = there[i] + a, here[i] + b, np.full(len(a), length, np.int64), np.full(len(a), i, np.int64)
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
-        joined = [np.concatenate(column) for column in columns]
-        return joined[0], joined[1], joined[2], joined[3]
-
-    _PLAIN = np.zeros(1, np.int64), np.zeros(1, np.int64), 0
-
-    def _pattern(self, size: Ints, itemsize: int, a: Ints, b: Ints) -> tuple[Ints, Ints, int]:
-        key = size.tobytes(), itemsize, a.tobytes(), b.tobytes()
-        found = self._patterns.get(key)
-        if found is None:
-            found = self._patterns[key] = ranges(size.tolist(), itemsize, a.tolist(), b.tolist())
-        return found
-
-    def _twin(self, dst: Addresses, row: int, other: int, start: Ints, size: Ints, itemsize: int) -> None:
-        """Copies a box from one of the receiver's pieces to another."""
-        at, strides = dst.places(np.array([row, other]), np.stack([start, start]), np.array([itemsize, itemsize]))
-        here, twin, length = self._pattern(size, itemsize, strides[0], strides[1])
-        self.copies.extend(zip((at[0] + here).tolist(), (at[1] + twin).tolist(), [length] * len(here), strict=True))
+    def _part(
+        self, plan: Plan, names: Sequence[Sequence[str]], low: int, high: int, src: Addresses, dst: Addresses
+    ) -> tuple[Ints, Ints, Ints]:
+        theirs, ours, lengths = [], [], []
+        for row in range(low, high):
+            whole = int(plan.piece_whole[row])
+            start, size = plan.piece_start[row], plan.piece_size[row]
+            itemsize = DTYPES[plan.wholes[whole].dtype]
+            sources, targets = (side.rows(names[whole], start, size) for side in (src, dst))
+            if not sources or not targets:
+                raise InternalError(f"a plan sends {plan.wholes[whole].name} where it is not")
+            from_, to = (side.place(rows[0], start, itemsize) for side, rows in ((src, sources), (dst, targets)))
+            there, here, length = ranges(size.tolist(), itemsize, from_, to)
+            theirs.append(there)
+            ours.append(here)
+            lengths.append(np.full(len(there), length, np.int64))
+            for other in targets[1:]:
+                again, twin, step = ranges(size.tolist(), itemsize, to, dst.place(other, start, itemsize))
+                self.copies.extend((a, b, step) for a, b in zip(again.tolist(), twin.tolist(), strict=True))
+        return _merged(np.concatenate(theirs), np.concatenate(ours), np.concatenate(lengths))
 
 
-def _blocks(size: Ints, itemsize: Ints, a: Ints, b: Ints) -> tuple[Ints, Bools]:
-    """(bytes of each box if it is contiguous on both sides, whether it is)."""
-    block, plain = itemsize.copy(), np.ones(len(size), np.bool_)
-    for d in reversed(range(size.shape[1])):
-        n = size[:, d]
-        plain &= (n == 1) | ((a[:, d] == block) & (b[:, d] == block))
-        block *= n
-    return block, plain
+def _simple(
+    plan: Plan, names: Sequence[Sequence[str]], low: int, high: int, src: Addresses, dst: Addresses
+) -> tuple[Ints, Ints, Ints, Bools]:
+    """(offsets there, offsets here, bytes, whether that is all there is to say) of each of the pieces."""
+    start, size = plan.piece_start[low:high], plan.piece_size[low:high]
+    wholes, inverse = np.unique(plan.piece_whole[low:high], return_inverse=True)
+    itemsize = np.array([DTYPES[plan.wholes[whole].dtype] for whole in wholes.tolist()], np.int64)[inverse]
+    sides = []
+    for side in (src, dst):
+        rows = np.array([side.only(names[whole]) for whole in wholes.tolist()], np.int64)[inverse]
+        sides.append(side.simple(rows, start, size, itemsize))
+    (there, good), (here, fine) = sides
+    return there, here, plan.piece_nbytes[low:high], good & fine
 
 
 def _merged(there: Ints, here: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:

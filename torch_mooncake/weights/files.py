@@ -25,6 +25,7 @@ from torch_mooncake.weights.shards import Ints, Local, Manifest, Piece, Whole
 from torch_mooncake.weights.sources import Source
 
 if TYPE_CHECKING:
+    from torch_mooncake.regions import Region
     from torch_mooncake.transfer import Engine, File, Op
     from torch_mooncake.weights.arena import Arena
 
@@ -58,7 +59,8 @@ class Identity(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a checkpoint, described without loading them.
+    """The tensors of a checkpoint, described without loading them. ``path``: of a file or folder, or those of
+    several safetensors files.
 
     ``prefix``: only tensors whose names begin so, and they go without it ("model." of what was saved as
     ``{"model": …, "optimizer": …}``). Values of a DCP checkpoint that are no tensors are not weights.
@@ -67,15 +69,18 @@ class Checkpoint:
     malformed, a shard that is missing), Unsupported (a dtype that torch does not have, transformed DCP items).
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, prefix: str = "") -> None:
-        self.path, self.prefix = os.fspath(path), prefix
+    def __init__(self, path: str | os.PathLike[str] | Sequence[str], *, prefix: str = "") -> None:
+        several = None if isinstance(path, (str, os.PathLike)) else [os.fspath(file) for file in path]
+        root = Path(".") if several is not None else Path(path)  # type: ignore[arg-type]
+        self.path, self.prefix = ", ".join(several) if several is not None else os.fspath(root), prefix
         self.files: list[str] = []
         self.identities: list[Identity] = []
         self.wholes: list[Whole] = []
         self.extents: list[Extent] = []
-        root = Path(path)
-        self.kind = "dcp" if (root / ".metadata").exists() else "safetensors"
-        if self.kind == "dcp":
+        self.kind = "dcp" if several is None and (root / ".metadata").exists() else "safetensors"
+        if several is not None:
+            self._together([Path(file) for file in several])
+        elif self.kind == "dcp":
             from torch_mooncake.weights import dcp
 
             dcp.describe(self)
@@ -120,12 +125,15 @@ class Checkpoint:
             files = sorted(root.glob("*.safetensors"))
             if not files:
                 raise IoError(f"{root}: neither .safetensors files nor a .metadata of torch.distributed.checkpoint")
-            known: dict[str, str] = {}
-            for file in files:
-                for name in self._add(file, None, "the checkpoint"):
-                    if name in known:
-                        raise Corrupt(f"{file}: tensor {name!r} is in {known[name]}, too")
-                    known[name] = file.name
+            self._together(files)
+
+    def _together(self, files: Iterable[Path]) -> None:
+        known: dict[str, str] = {}
+        for file in files:
+            for name in self._add(file, None, "the checkpoint"):
+                if name in known:
+                    raise Corrupt(f"{file}: tensor {name!r} is in {known[name]}, too")
+                known[name] = file.name
 
     def _indexed(self, index: Path) -> None:
         try:
@@ -214,14 +222,14 @@ class Share(Source):
             raise LayoutMismatch(f"{checkpoint.path} has not the tensors of {self.checkpoint.path}")
         return found
 
-    def fill(self, engine: Engine, arena: Arena, slot: int) -> None:
+    def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
         """Reads the files into the slot. Corrupt if one is not as it was when it was described."""
+        offsets = arena.offsets[first:].tolist()
         by_file: dict[int, list[int]] = {}
         for number, part in enumerate(self._parts):
             by_file.setdefault(part.extent.file, []).append(number)
         for file, numbers in by_file.items():
             path = self.checkpoint.files[file]
-            first = self._name(numbers[0])
             try:
                 with open(path, "rb") as stream:
                     self._check(file, os.fstat(stream.fileno()), "since it was described")
@@ -232,12 +240,12 @@ class Share(Source):
                     else:
                         begins = {number: self._parts[number].extent.offset for number in numbers}
                     with engine.open_file(stream) as source:
-                        self._read(engine, source, path, begins, arena, slot)
+                        self._read(engine, source, path, begins, arena.regions[slot], offsets)
                     self._check(file, os.stat(path), "while it was read")
             except Error:
                 raise
             except OSError as error:
-                raise IoError(f"{path}: {error.strerror} (tensor {first!r})") from error
+                raise IoError(f"{path}: {error.strerror} (tensor {self._name(numbers[0])!r})") from error
 
     def _check(self, file: int, stat: os.stat_result, when: str) -> None:
         path, then, now = self.checkpoint.files[file], self.checkpoint.identities[file], Identity.of(stat)
@@ -265,8 +273,8 @@ class Share(Source):
         source: File,
         path: str,
         begins: Mapping[int, int],
-        arena: Arena,
-        slot: int,
+        region: Region,
+        offsets: Sequence[int],
     ) -> None:
         """``begins``: of parts, where the bytes of their extents begin in the file."""
         places = []
@@ -275,12 +283,12 @@ class Share(Source):
             places.append((number, begin + part.nbytes // part.count * part.first, part.nbytes))
         under_way: list[tuple[Op, int, list[int]]] = []
         try:
-            for batch, there, here, nbytes in _batches(places, arena.offsets.tolist()):
+            for batch, there, here, nbytes in _batches(places, offsets):
                 total = int(nbytes.sum())
                 while under_way and total + sum(n for _, n, _ in under_way) > _WINDOW:
                     self._finish(path, *under_way.pop(0))
                 op = engine.read(
-                    arena.regions[slot], source, local_offsets=here, remote_offsets=there, nbytes=nbytes,
+                    region, source, local_offsets=here, remote_offsets=there, nbytes=nbytes,
                     timeout=_READ_S,
                 )  # fmt: skip
                 under_way.append((op, total, batch))

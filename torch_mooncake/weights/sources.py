@@ -27,9 +27,10 @@ class Source(ABC):
     manifest: Manifest
 
     @abstractmethod
-    def fill(self, engine: Engine, arena: Arena, slot: int) -> None:
-        """Puts the tensors, as they are now, into a slot of the arena, which was made of ``manifest``. The slot may be
-        in any state when this raises: it is published by nobody then."""
+    def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
+        """Puts the tensors, as they are now, into a slot of the arena, which was made of ``manifest`` (of several
+        sources' manifests: this one's tensors are those from number ``first`` on). The slot may be in any state when
+        this raises: it is published by nobody then."""
 
 
 class Tensors(Source):
@@ -42,9 +43,10 @@ class Tensors(Source):
         self.manifest = described(tensors_of(model_or_state_dict), layout, packed=True)
 
     @torch.no_grad()
-    def fill(self, engine: Engine, arena: Arena, slot: int) -> None:
+    def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
         here = local_tensors(self._model)
-        views = arena.views(slot)
+        all_views = arena.views(slot)
+        views = {local.name: all_views[local.name] for local in self.manifest.locals}
         for name, view in views.items():
             if name not in here or here[name].shape != view.shape:
                 raise LayoutMismatch(f"{name}: {list(view.shape)} when the publisher was made, not any more")
@@ -88,8 +90,9 @@ class Stream(Source):
         self.manifest = Manifest.of(wholes.values(), [Local(*whole) for whole in wholes.values()], pieces)
 
     @torch.no_grad()
-    def fill(self, engine: Engine, arena: Arena, slot: int) -> None:
-        views = arena.views(slot)
+    def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
+        all_views = arena.views(slot)
+        views = {local.name: all_views[local.name] for local in self.manifest.locals}
         for name, tensor in self._tensors():
             view = views.get(name)
             if view is None or tensor is None:
@@ -101,6 +104,32 @@ class Stream(Source):
             del views[name]
         if views:
             raise LayoutMismatch(f"declared, and did not come (or came twice): {', '.join(list(views)[:10])}")
+
+
+class Together(Source):
+    """Several sources as one. InvalidArgument if two of them have the same tensor."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = tuple(sources)
+        wholes: list[Whole] = []
+        locals_: list[Local] = []
+        pieces: list[Piece] = []
+        aliases: dict[str, str] = {}
+        for source in sources:
+            manifest = source.manifest
+            if twice := sorted({whole.name for whole in wholes} & manifest.names):
+                raise InvalidArgument(f"two sources have the tensor {twice[0]!r}")
+            moved = (len(wholes), len(locals_))
+            pieces += [p._replace(whole=p.whole + moved[0], local=p.local + moved[1]) for p in manifest.pieces()]
+            wholes += manifest.wholes
+            locals_ += manifest.locals
+            aliases |= manifest.aliases
+        self.manifest = Manifest.of(wholes, locals_, pieces, aliases)
+
+    def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
+        for source in self._sources:
+            source.fill(engine, arena, slot, first)
+            first += len(source.manifest.locals)
 
 
 def local_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -344,7 +344,7 @@ def test_dtypes_that_differ_name_the_tensor(opened, tmp_path: Path):
 
 def test_arguments(pool, tmp_path: Path):
     source = Checkpoint(one_file(tmp_path))
-    with pytest.raises(tm.InvalidArgument, match="layouts are for"):
+    with pytest.raises(tm.InvalidArgument, match="layout and in_place are for"):
         Publisher("policy", source, layout=Layout([]))
     with pytest.raises(tm.InvalidArgument, match="has no tensors under 'x'"):
         Checkpoint(tmp_path, prefix="x")

@@ -14,12 +14,14 @@ subscriber = weights.Subscriber("policy", model)      # in each worker
 subscriber.update(timeout=60)
 
 weights.Publisher("policy", weights.Checkpoint("run/step7"))  # from files: safetensors, torch.distributed.checkpoint
+weights.share(model)                                  # move its tensors into shared memory, for in_place=True
 
 weights.describe(model, layout)                       # which part of which global tensor this process holds
 weights.compare(sources, targets)                     # do these manifests fit those?
 """
 
 from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.bring import Torn
 from torch_mooncake.weights.describe import describe
 from torch_mooncake.weights.files import Checkpoint
 from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
@@ -27,6 +29,7 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published, publish
 from torch_mooncake.weights.publisher import Publisher
 from torch_mooncake.weights.shards import Manifest
+from torch_mooncake.weights.share import share
 from torch_mooncake.weights.sources import Stream
 from torch_mooncake.weights.subscribe import Subscription, Update, subscribe
 from torch_mooncake.weights.subscriber import Subscriber
@@ -45,9 +48,11 @@ __all__ = [
     "Stream",
     "Subscriber",
     "Subscription",
+    "Torn",
     "Update",
     "compare",
     "describe",
     "publish",
+    "share",
     "subscribe",
 ]

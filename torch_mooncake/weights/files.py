@@ -240,7 +240,7 @@ class Share(Source):
                     else:
                         begins = {number: self._parts[number].extent.offset for number in numbers}
                     with engine.open_file(stream) as source:
-                        self._read(engine, source, path, begins, arena.regions[slot], offsets)
+                        self._read(engine, source, path, begins, arena.slots[slot][0], offsets)
                     self._check(file, os.stat(path), "while it was read")
             except Error:
                 raise

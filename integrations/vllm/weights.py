@@ -154,8 +154,8 @@ class TrainerInit(TrainerInitInfo):
 
 
 class MooncakeTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]):
-    """A trainer rank's side. A ``ShardSource``'s shards are published as they lie. Any other source is iterated, and the
-    ranks publish what they hold (``held_names``), or equal parts of what all of them have."""
+    """A trainer rank's side. A ``ShardSource``'s shards are published as they lie. Any other source is iterated, and
+    the ranks publish what they hold (``held_names``), or equal parts of what all of them have."""
 
     init_info_cls = TrainerInit
 

@@ -18,10 +18,12 @@ weights.share(model)                                  # move its tensors into sh
 
 weights.describe(model, layout)                       # which part of which global tensor this process holds
 weights.compare(sources, targets)                     # do these manifests fit those?
+weights.contents("policy")                            # what is published, by whom, and who has it
 """
 
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.bring import Torn
+from torch_mooncake.weights.contents import Contents, contents
 from torch_mooncake.weights.describe import describe
 from torch_mooncake.weights.files import Checkpoint
 from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
@@ -36,6 +38,7 @@ from torch_mooncake.weights.subscriber import Subscriber
 
 __all__ = [
     "Checkpoint",
+    "Contents",
     "Layout",
     "Manifest",
     "Part",
@@ -51,6 +54,7 @@ __all__ = [
     "Torn",
     "Update",
     "compare",
+    "contents",
     "describe",
     "publish",
     "share",

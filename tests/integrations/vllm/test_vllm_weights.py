@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,17 +14,22 @@ import recording
 from places import ROOT
 from processes import PoolEnv
 
+import torch_mooncake as tm
+
 pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1500)]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 
 def installed(folder: Path) -> None:
     """What an installation of torch_mooncake tells vLLM's plug-in loader, as pyproject.toml has it."""
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    project = (ROOT / "pyproject.toml").read_text()
+    _, _, section = project.partition('[project.entry-points."vllm.general_plugins"]')
+    entries = re.findall(r'^(\w+) = "([\w.:]+)"$', section.partition("\n[")[0], re.MULTILINE)
+    assert entries
     info = folder / "torch_mooncake-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_mooncake\nVersion: 0.1.0\n")
-    lines = [f"{name} = {value}" for name, value in entries.items()]
+    lines = [f"{name} = {value}" for name, value in entries]
     (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
 
 
@@ -33,9 +38,10 @@ def test_an_engine_has_the_trainers_weights_after_each_step(pool_env: PoolEnv, t
     script = Path(__file__).with_name("transfer_weights.py")
     installed(tmp_path)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(
-        [str(PYTHON), str(script), str(tmp_path)], env=env, capture_output=True, text=True, timeout=1200
-    )
+    with tm.Pool(linger_s=0):  # the node stays between two trainers
+        done = subprocess.run(
+            [str(PYTHON), str(script), str(tmp_path)], env=env, capture_output=True, text=True, timeout=1200
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]
     found = json.loads(lines[0].removeprefix("RESULTS "))

@@ -20,9 +20,9 @@ def encode(base: Tensor, fresh: Tensor, limit: int) -> tuple[Tensor, list[int]] 
     size, elements = base.element_size(), base.numel()
     a, b = base.view(-1).view(BITS[size]), fresh.view(-1).view(BITS[size])
     segments = -(-elements // SEGMENT)
-    place = {"dtype": torch.int32, "device": base.device}
-    positions, groups = torch.empty(segments, SEGMENT, **place), torch.empty(segments, SEGMENT + 2, **place)
-    counts, tokens_of = torch.empty(segments, **place), torch.empty(segments, **place)
+    like = torch.empty(0, dtype=torch.int32, device=base.device)
+    positions, groups = like.new_empty(segments, SEGMENT), like.new_empty(segments, SEGMENT + 2)
+    counts, tokens_of = like.new_empty(segments), like.new_empty(segments)
     nothing = torch.empty(0, dtype=torch.uint8, device=base.device)
     if segments:
         _find_kernel[(segments,)](a, b, elements, positions, groups, counts, SEGMENT=SEGMENT, num_warps=8)

@@ -19,6 +19,7 @@ weights.compare(sources, targets)                     # do these manifests fit t
 
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.describe import describe
+from torch_mooncake.weights.formats import Fp8Blocks, Fp8Channels
 from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published, publish
@@ -28,6 +29,8 @@ from torch_mooncake.weights.subscribe import Subscription, Update, subscribe
 from torch_mooncake.weights.subscriber import Subscriber
 
 __all__ = [
+    "Fp8Blocks",
+    "Fp8Channels",
     "Layout",
     "Manifest",
     "Part",

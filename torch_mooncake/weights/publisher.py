@@ -12,7 +12,7 @@ import torch_mooncake
 from torch_mooncake import sharding
 from torch_mooncake.errors import DeadlineExceeded, InvalidArgument, LayoutMismatch, Unsupported
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import SLOTS, Arena, copy_tensors
+from torch_mooncake.weights.arena import SLOTS, Arena
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.layout import Layout
@@ -20,6 +20,7 @@ from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
+from torch_mooncake.weights.quantise import copy_in, quantised_locals
 
 
 class Publisher:
@@ -29,6 +30,8 @@ class Publisher:
     weights. ``subset``: subscribers may have more tensors than these (adapters). ``engine``: what others read from, to
     be reached by all subscribers; by default one of its own, which processes of this host reach. ``place``: this
     host, and which of its NICs carries this rank. ``pool``: where they meet; by default the process's own pool.
+
+    Tensors that ``layout.quantise`` names travel in 8 bits, quantised while they are copied.
 
     It has two copies of this rank's tensors, in shared memory: what subscribers read is never what an optimiser
     writes. For one thread; a context manager.
@@ -52,6 +55,8 @@ class Publisher:
         self._room = Room(name, torch_mooncake if pool is None else pool)
         self._model, self._rank, self._world, self._subset = model_or_state_dict, rank, world, subset
         manifest = described(tensors_of(model_or_state_dict), layout, packed=True)
+        self._quantised = quantised_locals(manifest, layout)
+        self._made = {each.scales for each in self._quantised.values()}
         self._own_engine = engine is None
         self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
         self._arena = Arena(self._engine, manifest)
@@ -80,10 +85,10 @@ class Publisher:
         here = local_tensors(self._model)
         views = self._arena.views(slot)
         for name, view in views.items():
-            if name not in here or here[name].shape != view.shape:
+            if name not in self._made and (name not in here or here[name].shape != view.shape):
                 raise LayoutMismatch(f"{name}: {list(view.shape)} when the publisher was made, not any more")
         self._arena.begin(slot)
-        copy_tensors(views, {name: here[name] for name in views})
+        copy_in(views, here, self._quantised)
         self._arena.announce(slot, version)
         self._arena.complete(slot)
         self._room.say_ready(self._rank, self._member.uid, version)

@@ -82,6 +82,8 @@ class Subscriber:
     ) -> None:
         if flip not in ("copy", "swap"):
             raise InvalidArgument(f'flip is "copy" or "swap", not {flip!r}')
+        if layout is not None and layout.quantise:
+            raise InvalidArgument("a publisher quantises; a subscriber has FP8 tensors, and those of their scales")
         self.name = name
         self.version = 0  # that the model holds; 0: none yet
         self.step: int | None = None

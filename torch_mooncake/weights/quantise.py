@@ -8,7 +8,7 @@ so that everybody who has an element makes the same bits of it: a shard that cut
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ class Quantised:
     boxes: list[Box] = field(default_factory=list)
 
 
-def quantised_manifest(manifest: Manifest, layout: Layout | None, *, packed: bool) -> Manifest:
+def quantised_manifest(manifest: Manifest, layout: Layout | None, packed: bool | Collection[str]) -> Manifest:
     """The manifest with what ``layout`` says is quantised, and its scales. InvalidArgument, naming the tensor: a whole
     without rows and columns or of another dtype than float32, float16 or bfloat16, a shard that cuts a block, tensors
     that are tied or fused and not quantised alike, a name that is taken."""
@@ -67,7 +67,8 @@ def quantised_manifest(manifest: Manifest, layout: Layout | None, *, packed: boo
     of_whole = {whole.name: i for i, whole in enumerate(wholes)}
     for number, found in _quantised(manifest, formats).items():
         local = locals[number]
-        locals[number] = local._replace(dtype=FP8 if packed else local.dtype)
+        is_packed = packed if isinstance(packed, bool) else local.name in packed
+        locals[number] = local._replace(dtype=FP8 if is_packed else local.dtype)
         locals.append(Local(found.scales, (sum(math.prod(box.scales) for box in found.boxes),), "float32"))
         for box in found.boxes:
             stride = sharding.contiguous_strides(box.scales)
@@ -83,10 +84,13 @@ def quantised_manifest(manifest: Manifest, layout: Layout | None, *, packed: boo
     return Manifest.of(wholes, locals, pieces, aliases)
 
 
-def quantised_locals(manifest: Manifest, layout: Layout | None) -> dict[str, Quantised]:
-    """Local tensors that are quantised, by name; ``manifest``: what ``quantised_manifest`` has made of a packed one."""
+def quantised_locals(tensors: Mapping[str, torch.Tensor], layout: Layout | None) -> dict[str, Quantised]:
+    """Local tensors that are quantised, by name. Errors as ``describe``."""
+    from torch_mooncake.weights.describe import described
+
     if layout is None or not layout.quantise:
         return {}
+    manifest = described(tensors, layout, packed=True)
     formats = {
         whole.name: layout.format_of(whole.name) if whole.dtype == FP8 else None  # not of scales
         for whole in manifest.wholes

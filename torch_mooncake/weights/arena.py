@@ -203,7 +203,7 @@ def _spans(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int
 
 def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, first - storage.data_ptr(), (last - first,))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, first - storage.data_ptr(), (last - first,), (1,))
 
 
 def views_of(memory: torch.Tensor, manifest: Manifest, offsets: Ints) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from torch_mooncake.weights.bring import Torn
 from torch_mooncake.weights.contents import Contents, contents
 from torch_mooncake.weights.describe import describe
 from torch_mooncake.weights.files import Checkpoint
+from torch_mooncake.weights.formats import Fp8Blocks, Fp8Channels
 from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published, publish
@@ -39,6 +40,8 @@ from torch_mooncake.weights.subscriber import Subscriber
 __all__ = [
     "Checkpoint",
     "Contents",
+    "Fp8Blocks",
+    "Fp8Channels",
     "Layout",
     "Manifest",
     "Part",

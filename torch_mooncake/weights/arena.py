@@ -159,23 +159,19 @@ class OwnTensors(Memory):
                 if tensor.numel() and tensor.untyped_storage().data_ptr() == key:
                     places[local.name] = at + tensor.data_ptr() - first
             at = _after(at, last - first)
-        self._copies: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, torch.Tensor] = {}  # of the staged ones, to be made anew by whoever publishes
         if staged and not hidden:
             there = Manifest.of((), [local for local in manifest.locals if local.name in staged], ())
             offsets, nbytes = offsets_of(there)
             memory = empty((max(nbytes, 1),), torch.uint8)
-            self._copies = views_of(memory, there, offsets)
+            self.copies = views_of(memory, there, offsets)
             memories.append(memory)
             bases.append(at)
-            places.update(zip(self._copies, (offsets + at).tolist(), strict=True))
+            places.update(zip(self.copies, (offsets + at).tolist(), strict=True))
         found = np.array([places.get(local.name, STAGED) for local in manifest.locals], np.int64)
         super().__init__(engine, manifest, found, np.array(bases, np.int64))
         self._spans = [(base, memory) for base, memory in zip(bases, memories, strict=True)]
         self.slots.append([engine.register(memory, writable=False, label="weights") for memory in memories])
-
-    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the copies anew."""
-        copy_tensors(self._copies, {name: tensors[name] for name in self._copies})
 
     def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
         self._bytes(target, nbytes)[:] = self._bytes(source, nbytes)

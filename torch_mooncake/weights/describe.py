@@ -14,6 +14,7 @@ from torch_mooncake.errors import InvalidArgument, LayoutMismatch
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
+from torch_mooncake.weights.quantise import quantised_manifest
 from torch_mooncake.weights.shards import Local, Manifest, Piece, Whole, listed
 
 
@@ -48,7 +49,7 @@ def described(
             problems.append(text if text.startswith(f"{name}:") else f"{name}: {text}")
     if problems:
         raise LayoutMismatch(listed("the weights cannot be described", problems))
-    return found.manifest()
+    return quantised_manifest(found.manifest(), layout, packed)
 
 
 class _Found:

@@ -11,7 +11,7 @@ import torch
 import torch_mooncake
 from torch_mooncake.errors import Busy, DeadlineExceeded, InvalidArgument, LayoutMismatch, Unsupported
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import Arena, OwnTensors, copy_tensors
+from torch_mooncake.weights.arena import Arena, OwnTensors
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress
@@ -21,6 +21,7 @@ from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
+from torch_mooncake.weights.quantise import Quantised, copy_in, quantised_locals
 from torch_mooncake.weights.sources import Source, local_tensors
 from torch_mooncake.weights.sums import Sums
 from torch_mooncake.weights.watch import Watch
@@ -39,6 +40,8 @@ class Publisher:
     tensors than these (adapters). ``engine``: what others read from, to be reached by all subscribers; by default one
     of its own, which processes of this host reach. ``place``: this host, and which of its NICs carries this rank.
     ``pool``: where they meet; by default the process's own pool.
+
+    Tensors that ``layout.quantise`` names travel in 8 bits, quantised while they are copied.
 
     It has two copies of this rank's tensors, in shared memory: what subscribers read is never what an optimiser
     writes. With ``in_place`` it has none, and they read the tensors where they lie: nothing is copied, and ``fence``
@@ -73,6 +76,7 @@ class Publisher:
         self._verify, self._patience_s = verify, patience_s
         here: dict[str, torch.Tensor] = {}
         staged: frozenset[str] = frozenset()
+        self._quantised: dict[str, Quantised] = {}
         if isinstance(source, (Checkpoint, Source)):
             if layout is not None or in_place:
                 raise InvalidArgument("layout and in_place are for the tensors of a model or state dict")
@@ -80,12 +84,14 @@ class Publisher:
             manifest = self.source.manifest
         else:
             self._model, self.source = source, None
-            here = local_tensors(source)
-            staged = not_in_place(here, layout)
-            manifest = described(tensors_of(source), layout, packed=staged if in_place else True)
+            tensors, here = tensors_of(source), local_tensors(source)
+            self._quantised = quantised_locals(tensors, layout)
+            staged = not_in_place(here, layout) | self._quantised.keys()
+            manifest = described(tensors, layout, packed=staged if in_place else True)
+        self._made = frozenset(each.scales for each in self._quantised.values())
         self._own_engine = engine is None
         self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
-        self._own = OwnTensors(self._engine, manifest, here, sorted(staged)) if in_place else None
+        self._own = OwnTensors(self._engine, manifest, here, sorted(staged | self._made)) if in_place else None
         self._arena = None if in_place else Arena(self._engine, manifest)
         memory = self._own or self._arena
         assert memory is not None
@@ -134,12 +140,12 @@ class Publisher:
         slot = self._slot_for(version, targets, deadline, timeout)
         self._sums.begin(slot)
         if self._own is not None:
-            self._own.stage(here)
+            copy_in(self._own.copies, here, self._quantised)
         elif self._arena is not None and self.source is not None:
             self.source.fill(self._engine, self._arena, slot)
         elif self._arena is not None:
             views = self._arena.views(slot)
-            copy_tensors(views, {name: here[name] for name in views})
+            copy_in(views, here, self._quantised)
         self._memory.board.announce(slot, version)
         self._memory.board.complete(slot)
         self._memory.offer(slot)
@@ -157,6 +163,8 @@ class Publisher:
         here = local_tensors(self._model)
         for local in self._memory.manifest.locals:
             name = local.name
+            if name in self._made:
+                continue
             if name not in here or tuple(here[name].shape) != local.shape:
                 raise LayoutMismatch(f"{name}: {list(local.shape)} when the publisher was made, not any more")
             if self._own is not None and here[name].data_ptr() != self._places[name]:

@@ -88,6 +88,8 @@ class Subscriber:
     ) -> None:
         if flip not in _FLIPS:
             raise InvalidArgument(f"flip is one of {', '.join(_FLIPS)}, not {flip!r}")
+        if layout is not None and layout.quantise:
+            raise InvalidArgument("a publisher quantises; a subscriber has FP8 tensors, and those of their scales")
         self.name = name
         self.version = 0  # that the model holds; 0: none yet
         self.step: int | None = None

@@ -253,7 +253,7 @@ class Links:
         """None: it does not answer in time, and may be there."""
         try:
             return self.open(member).peer.alive
-        except PeerLost:
+        except (PeerLost, KeyNotFound):  # or its board is gone: it is closing
             return False
         except Error as error:
             if not error.retryable:
@@ -299,7 +299,7 @@ class Links:
 
 
 def _reraise_unless_lost(error: Error) -> None:
-    if not isinstance(error, PeerLost) and not error.retryable:
+    if not isinstance(error, (PeerLost, KeyNotFound)) and not error.retryable:  # KeyNotFound: it is closing
         raise error
 
 

@@ -5,9 +5,9 @@ the plan of a model of a trillion parameters.
 
 host: one process to two; gloo broadcasts the same tensors, one by one and as one buffer, and its better median counts.
 A time is from a barrier to the moment when all have the version in place; of views, from a version that is published.
-"In place": the trainer's tensors are in shared memory, and nothing of them is copied before it is read. hosts: eight network namespaces of 1 Gbit/s
-(root); ratios are to the time that the busiest NIC needs for its bytes. plan: Kimi-K2 from 256 trainer ranks, in
-seconds of a core, and the model's prediction over the bound.
+"In place": the trainer's tensors are in shared memory, and nothing of them is copied before it is read. hosts: eight
+network namespaces of 1 Gbit/s (root); ratios are to the time that the busiest NIC needs for its bytes. plan: Kimi-K2
+from 256 trainer ranks, in seconds of a core, and the model's prediction over the bound.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def test_a_trainer_whose_memory_changed_is_told_apart(opened, trainer):
     while worker.subscriber.version < 3:
         try:
             worker.subscriber.update(timeout=60)
-        except tm.Corrupt as error:  # of another attempt at version 2
-            assert "version 2" in str(error)
+        except tm.Corrupt:  # of another attempt at version 2
+            assert worker.subscriber.version == 1
     assert uniform(worker.tensors, 3)
 
 

@@ -133,8 +133,17 @@ def test_tensors_in_place_are_not_viewed(opened):
     trainer = model()
     publisher = opened(Publisher("policy", trainer, in_place=True))
     publisher.publish()
-    with pytest.raises(tm.Error, match="slot 0 of trainer 0 of policy is not to be read|viewed"):
-        opened(Subscriber("policy", model(), flip="view")).update(timeout=0.5)
+    with pytest.raises(tm.Unsupported, match="trainer 0 of policy has the version in its own tensors"):
+        opened(Subscriber("policy", model(), flip="view")).update(timeout=20)
+
+
+def test_nobody_of_the_host_has_it(opened):
+    engine = opened(tm.Engine(transports=("tcp",), name="trainer", host_id="elsewhere"))
+    publisher = opened(Publisher("policy", model(), engine=engine))
+    publisher.publish()
+    with pytest.raises(tm.DeadlineExceeded) as caught:
+        opened(Subscriber("policy", model(), flip="view")).update(timeout=0.3)
+    assert "nobody of this host has version 1" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("flip", ["copy", "view", "direct"])

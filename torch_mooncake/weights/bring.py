@@ -27,7 +27,7 @@ class Torn(Error):
 
 
 class NobodyHasIt(Exception):
-    """All who had the version have left: it is as if there were none."""
+    """All who had the version have left, or nobody has it who could be asked: it is as if there were none."""
 
 
 @dataclass(frozen=True)
@@ -158,5 +158,5 @@ class Bringer:
                 pass  # not all of it: the trainers have the rest
         found = [*(member for member in trainers if member is not None), *found]
         if not found:
-            raise NobodyHasIt
+            raise NobodyHasIt(f"nobody has version {head.version} of the weights any more")
         return found

@@ -169,7 +169,7 @@ class Subscriber:
         if self._flip in ("direct", "view"):
             return self._update_now(deadline, timeout)
         with self._changed:
-            while self._ready is None:
+            while self._ready is None or self._broken is not None:
                 self._raise_what_happened()
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -295,7 +295,7 @@ class Subscriber:
                 if head is None:
                     if self.torn:
                         raise Torn(f"the model is torn: {self._too_late(timeout)}") from cause
-                    raise self._too_late(timeout)
+                    raise self._too_late(timeout) from cause
                 try:
                     update = self._direct(head) if self._flip == "direct" else self._view(head)
                 except (Superseded, NobodyHasIt) as error:

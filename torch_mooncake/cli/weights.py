@@ -66,6 +66,7 @@ def _publish(args: argparse.Namespace) -> None:
         connect(args, start=True) as pool,
         Publisher(args.name, source, rank=rank, world=world, subset=args.subset, pool=pool) as publisher,
     ):
+        assert publisher.source is not None  # the checkpoint's
         progress = Progress(f"read {args.path}", publisher.source.manifest.nbytes)
         publisher.source.progress = progress.add
         published = publisher.publish(step=args.step, timeout=args.timeout)

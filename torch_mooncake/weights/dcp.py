@@ -132,7 +132,7 @@ def begins(share: Share, file: IO[bytes], numbers: list[int], views: dict[str, t
         flat = torch.frombuffer(data, dtype=getattr(torch, whole.dtype))
         local = share.manifest.locals[number].name
         views[local].copy_(flat.as_strided(saved.shape, saved.stride)[part.first : part.first + part.count])
-        share.progress(part.nbytes)
+        share.told(part.nbytes)
     return plain
 
 

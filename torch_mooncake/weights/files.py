@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -191,7 +191,6 @@ class Share(Source):
 
     def __init__(self, checkpoint: Checkpoint, rank: int, world: int) -> None:
         self.checkpoint = checkpoint
-        self.progress: Callable[[int], None] = lambda nbytes: None  # called with bytes that have been read
         self._rank, self._world = rank, world
         self._parts = list(_parts(checkpoint, rank, world))
         self.manifest = self._manifest()
@@ -305,7 +304,11 @@ class Share(Source):
             first, last = self._name(numbers[0]), self._name(numbers[-1])
             which = f"tensor {first!r}" if first == last else f"tensors {first!r} to {last!r}"
             raise type(error)(f"{path}: {which}: {error}", retryable=error.retryable) from error
-        self.progress(nbytes)
+        self.told(nbytes)
+
+    def told(self, nbytes: int) -> None:
+        if self.progress is not None:
+            self.progress(nbytes)
 
 
 def _parts(checkpoint: Checkpoint, rank: int, world: int) -> Iterable[Part]:

@@ -75,6 +75,7 @@ class Publisher:
         self._rank, self._world, self._subset = rank, world, subset
         self._verify, self._patience_s = verify, patience_s
         here: dict[str, torch.Tensor] = {}
+        self.source: Source | None = None  # else ``_model``'s tensors
         staged: frozenset[str] = frozenset()
         self._quantised: dict[str, Quantised] = {}
         if isinstance(source, (Checkpoint, Source)):
@@ -83,7 +84,7 @@ class Publisher:
             self.source = Share(source, rank, world) if isinstance(source, Checkpoint) else source
             manifest = self.source.manifest
         else:
-            self._model, self.source = source, None
+            self._model = source
             tensors, here = tensors_of(source), local_tensors(source)
             self._quantised = quantised_locals(tensors, layout)
             staged = not_in_place(here, layout) | self._quantised.keys()
@@ -133,7 +134,7 @@ class Publisher:
             if not isinstance(self.source, Share):
                 raise InvalidArgument("only a publisher of a checkpoint publishes another one")
             self.source = self.source.renewed(source)
-        here = self._checked() if self.source is None else {}
+        here: dict[str, torch.Tensor] = self._checked() if self.source is None else {}
         if self._own is not None and self._own.board.version(0) > 0:
             raise Busy(f"version {self.version} can still be read: fence() before the tensors are written")
         targets = self._live_targets() if self._rank == 0 else []

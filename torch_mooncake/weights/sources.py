@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """``manifest``: packed; this rank's part, the same for every version."""
+    """``manifest``: packed; this rank's part, the same for every version. ``progress``: what ``fill`` calls with bytes
+    that have come from files."""
 
     manifest: Manifest
+    progress: Callable[[int], None] | None = None
 
     @abstractmethod
     def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:

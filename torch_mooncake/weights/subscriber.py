@@ -27,6 +27,7 @@ from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, copy_tensors
 from torch_mooncake.weights.board import WANTED
 from torch_mooncake.weights.bring import Bringer, Brought, NobodyHasIt, Torn
+from torch_mooncake.weights.delta import Area
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress, Superseded
 from torch_mooncake.weights.layout import Layout
@@ -119,13 +120,21 @@ class Subscriber:
                 self._arena = self._memory = Arena(self._engine, manifest)
                 for slot in range(SLOTS):  # what never comes (padding) is as the model has it
                     copy_tensors(views := self._arena.views(slot), {name: here[name] for name in views})
+        self._area = None if self._arena is None else Area(self._engine, self._arena)
         follows = flip in ("copy", "swap")
         self._member = Member.of(
             self._engine, self._memory, own_place(place), layout is not None if part is None else part,
             relays=follows or (flip == "direct" and not staged), follows=follows,
         )  # fmt: skip
         self._bringer = Bringer(
-            self._engine, self._room, self._member, self._memory, patience_s, staged=staged, staging=self._staging
+            self._engine,
+            self._room,
+            self._member,
+            self._memory,
+            patience_s,
+            staged=staged,
+            staging=self._staging,
+            area=self._area,
         )
         self._viewer = Viewer(self._room, self._bringer.links, self._member)
         self._changed = threading.Condition()
@@ -177,7 +186,7 @@ class Subscriber:
             ready, self._ready = self._ready, None
             self._put_in_place(ready)
             self.version, self.step = ready.head.version, ready.head.step
-        return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds)
+        return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds, ready.delta_nbytes)
 
     def try_update(self) -> Update | None:
         """As ``update``, without waiting: None if there is no newer version to be had."""
@@ -359,6 +368,8 @@ class Subscriber:
         self._bringer.links.close()
         if self._staging is not None:
             self._staging.close()
+        if self._area is not None:
+            self._area.close()
         self._memory.close()
         if self._own_engine:
             self._engine.close()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_mooncake.errors import Error, LayoutMismatch, PeerLost
+from torch_mooncake.errors import DeadlineExceeded, Error, LayoutMismatch, PeerLost
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Memory
 from torch_mooncake.weights.board import VERSION
@@ -88,7 +88,12 @@ class Bringer:
         self.progress = fetch.progress
         if self._staging is not None:
             self._staging.prepare([n for route, path in wiring.paths() for n in wiring.chunks(route, path[-1]).staged])
-        fetch.run(stopped)
+        try:
+            fetch.run(stopped)
+        except (PeerLost, DeadlineExceeded) as error:
+            if set(fetch.lost) & set(head.sources):
+                raise
+            raise Superseded from error  # a subscriber that was to be read from has left: others have it
         if self._member.uid not in head.targets:
             self._room.enter(self._member, target=True)
         return Brought(head, slot, fetch.progress.bytes_done, time.perf_counter() - started, self._names)
@@ -99,6 +104,8 @@ class Bringer:
         firsts = sorted({path[0] for _, path in wiring.paths()})
         members = [wiring.members[node] for node in firsts]
         for member, header in zip(members, self.links.headers(members), strict=True):
+            if header is None and member.uid not in head.sources:
+                raise Superseded
             if header is None:
                 name = member.record.name
                 raise PeerLost(f"version {head.version} of the weights cannot come from {name}: it does not answer")

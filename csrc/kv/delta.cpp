@@ -16,6 +16,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
+constexpr int64_t kExpectedChanges = 32;        // one element of so many, at most
 constexpr int64_t kGrainNbytes = 256 << 10;  // what one thread must have to do to be worth its wake-up
 
 FindChanges find_changes(int64_t element_nbytes) {
@@ -134,6 +135,9 @@ Result<DeltaEncoded> delta_encode(const DeltaInput& input, const ParallelFor& pa
   std::mutex mutex;
   parallel_for(segments, grain(element_nbytes), [&](int64_t begin, int64_t end) {
     DeltaEncoded::Part part{begin, {}, {}};
+    const int64_t most = (end - begin) * kDeltaSegment / kExpectedChanges;  // then nothing has to move
+    part.tokens.reserve(static_cast<size_t>(most));
+    part.values.reserve(static_cast<size_t>(most * element_nbytes));
     uint8_t tokens[kDeltaMaxTokens];
     uint16_t positions[kDeltaSegment + kChangesSlack];
     for (int64_t s = begin; s < end; ++s) {

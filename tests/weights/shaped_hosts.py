@@ -23,7 +23,8 @@ class ShapedHosts:
         self.bridge, self.names = f"{tag}-br", [f"{tag}-{i}" for i in range(count)]
         self.addresses = [f"10.82.0.{i + 1}" for i in range(count)]
         self.programs: list[Child] = []
-        shape = ("tbf", "rate", f"{mbit}mbit", "burst", "256k", "latency", "50ms")
+        burst = max(64, 256 * mbit // 1000)  # KiB: 2 ms of the rate, where packets of 64 KiB fit
+        shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}k", "latency", "50ms")
         try:
             for name in [self.bridge, *self.names]:
                 sh("ip", "netns", "add", name)

@@ -1,6 +1,7 @@
 """Who takes part in the direct transfer of a name's weights, and how others find them: small objects in the pool.
 
-weights.direct/<name>/member/<uid>   a process: its engine, its memory, its manifest
+weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
+weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
 weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
 weights.direct/<name>/head           the current version, its sources and its targets. Replacing it is the publication.
@@ -8,8 +9,10 @@ weights.direct/<name>/head           the current version, its sources and its ta
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Manifest
 
 _DIAL_S = 5.0
+# Of this process, by the hash of their text, while somebody has them.
+_MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,14 @@ class Member:
             "record": self.record.encode(),
             "slots": list(self.slots),
             "board": self.board,
-            "manifest": self.manifest.to_json(),
             "place": list(self.place),
             "part": self.part,
         }
 
     @classmethod
-    def from_value(cls, value: dict[str, Any]) -> Member:
-        """Corrupt as ``Manifest.from_json``."""
+    def from_value(cls, value: dict[str, Any], manifest: Manifest) -> Member:
         record = discovery.Record.decode(value["record"])
-        place, manifest = Place(*value["place"]), Manifest.from_json(value["manifest"])
+        place = Place(*value["place"])
         return cls(value["uid"], record, tuple(value["slots"]), value["board"], manifest, place, value["part"])
 
 
@@ -101,7 +104,11 @@ class Room:
         self._known: dict[str, Member] = {}
 
     def enter(self, member: Member, *, target: bool) -> None:
-        self._pool.put(f"{self._prefix}/member/{member.uid}", member.to_value())
+        text = member.manifest.to_json()
+        layout = hashlib.sha256(text).hexdigest()
+        if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
+            self._pool.put(f"{self._prefix}/layout/{layout}", text)
+        self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 
@@ -128,13 +135,19 @@ class Room:
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
     def member(self, uid: str) -> Member | None:
-        """None: it has left."""
+        """None: it has left. Corrupt as ``Manifest.from_json``."""
         if uid not in self._known:
             value = self._pool.get(f"{self._prefix}/member/{uid}", default=None)
             if value is None:
                 return None
-            self._known[uid] = Member.from_value(value)
+            self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
         return self._known[uid]
+
+    def _manifest(self, layout: str) -> Manifest:
+        found = _MANIFESTS.get(layout)
+        if found is None:
+            found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
+        return found
 
     def forget(self, uids: Sequence[str]) -> None:
         """Keep what is known of these only."""

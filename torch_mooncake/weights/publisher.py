@@ -13,13 +13,15 @@ from torch_mooncake import sharding
 from torch_mooncake.errors import DeadlineExceeded, InvalidArgument, LayoutMismatch, Unsupported
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import SLOTS, Arena, copy_tensors
-from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.atoms import fitting
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
+
+_WAIT_S = 5.0  # for the head at a time
 
 
 class Publisher:
@@ -106,36 +108,39 @@ class Publisher:
                 raise DeadlineExceeded(f"rank {rank} did not publish version {version} within {timeout} s")
             else:
                 time.sleep(0.001)
-        targets = [uid for uid in self._room.targets() if self._wants(uid, sources)]
+        there = [member for uid in self._room.targets() if (member := self._there(uid)) is not None]
+        self._judge(there, sources)
+        targets = [member.uid for member in there if self._fits[member.uid]]
         self._room.replace_head(
             Head(version, step, tuple(member.uid for member in sources), tuple(targets), self._subset)
         )
 
-    def _wants(self, uid: str, sources: list[Member]) -> bool:
-        """Whether a target is there, and can take these weights. Who cannot is told so when it tries by itself."""
+    def _there(self, uid: str) -> Member | None:
+        """None if the target has left or is gone."""
         member = self._room.member(uid)
         if member is None:
-            return False
+            return None
         alive = self._links.alive(member)
         if not alive:
             self._links.drop(uid)
             if alive is False:
                 self._room.leave(uid)  # its process is gone; one that is not enters again when it finds out
-            return False
-        if uid not in self._fits:
-            try:
-                manifests = [source.manifest for source in sources]
-                compare(manifests, [member.manifest], subset=self._subset, partial=member.part)
-                self._fits[uid] = True
-            except LayoutMismatch:
-                self._fits[uid] = False
-        return self._fits[uid]
+        return member if alive else None
+
+    def _judge(self, targets: list[Member], sources: list[Member]) -> None:
+        """Which of them can take these weights. Who cannot is told so when it tries by itself."""
+        for part in (False, True):
+            some = [member for member in targets if member.part == part and member.uid not in self._fits]
+            manifests = [member.manifest for member in some]
+            fits = fitting([source.manifest for source in sources], manifests, subset=self._subset, partial=part)
+            self._fits.update(zip((member.uid for member in some), fits, strict=True))
 
     def _await_flip(self, version: int, deadline: float, timeout: float) -> None:
+        seen = None
         while (head := self._room.head()) is None or head.version < version:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"rank 0 did not publish version {version} within {timeout} s")
-            time.sleep(0.001)
+            seen = self._room.await_head(seen, max(0.0, min(deadline - time.monotonic(), _WAIT_S))) or seen
 
     def delivered(self) -> dict[str, bool]:
         """Of the targets of the current version: whether each has all of it. Those that are gone have not."""

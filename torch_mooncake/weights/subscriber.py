@@ -30,7 +30,7 @@ from torch_mooncake.weights.fetch import Fetch, Progress, Superseded
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
-from torch_mooncake.weights.plan import Place, Plan, Planner
+from torch_mooncake.weights.plan import PLANNER, Place, Plan
 from torch_mooncake.weights.publisher import local_tensors
 from torch_mooncake.weights.ranges import Chunks, names_of
 from torch_mooncake.weights.shards import Local, listed
@@ -101,7 +101,6 @@ class Subscriber:
             self._engine, self._arena, own_place(place), layout is not None if part is None else part
         )
         self._links = Links(self._engine)
-        self._planner = Planner()
         self._chunks: dict[tuple[str, int, int], Chunks] = {}
         self._chunks_of = ""  # the digest of the plan they belong to
         self._changed = threading.Condition()
@@ -253,7 +252,7 @@ class Subscriber:
         manifests = [member.manifest for member in members]
         places = [member.place for member in members]
         partial = any(member.part for member in members[len(sources) :])
-        plan = self._planner.plan(
+        plan = PLANNER.plan(
             manifests[: len(sources)], manifests[len(sources) :], places, subset=subset, partial=partial
         )
         return plan, members, members.index(self._member, len(sources))

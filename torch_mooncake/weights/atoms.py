@@ -54,8 +54,10 @@ def compare(
 def fitting(
     sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False, partial: bool = False
 ) -> list[bool]:
-    """Of each target by itself: whether ``compare`` has nothing against it. Where all fit, that is found out at once."""
+    """Of each target by itself: whether ``compare`` has nothing against it."""
     different = list(dict.fromkeys(targets))
+    if not different:
+        return []
     try:
         compare(sources, different, subset=subset, partial=partial)
         return [True] * len(targets)

@@ -18,6 +18,7 @@ weights.compare(sources, targets)                     # do these manifests fit t
 """
 
 from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.bring import Torn
 from torch_mooncake.weights.describe import describe
 from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
 from torch_mooncake.weights.plan import Place
@@ -39,6 +40,7 @@ __all__ = [
     "Stack",
     "Subscriber",
     "Subscription",
+    "Torn",
     "Update",
     "compare",
     "describe",

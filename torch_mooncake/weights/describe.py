@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,10 @@ def describe(
     return described(tensors_of(model_or_state_dict), layout)
 
 
-def described(tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, packed: bool = False) -> Manifest:
-    """``packed``: as if each local tensor were contiguous and of the dtype that travels."""
+def described(
+    tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, packed: bool | Collection[str] = False
+) -> Manifest:
+    """``packed``: as if each local tensor (or each of these) were contiguous and of the dtype that travels."""
     found = _Found(packed)
     problems: list[str] = []
     for name, tensor in tensors.items():
@@ -50,7 +52,7 @@ def described(tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, pac
 
 
 class _Found:
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, packed: bool | Collection[str]) -> None:
         self._packed = packed
         self.wholes: dict[str, Whole] = {}
         self.index: dict[str, int] = {}
@@ -76,15 +78,15 @@ class _Found:
             if not self._tied(name, here):
                 local = self._local(name, here, dtype)
                 if here.numel():
-                    self._piece(name, local, (0,) * here.dim(), tuple(here.shape), 0, self._stride(here))
+                    self._piece(name, local, (0,) * here.dim(), tuple(here.shape), 0, self._stride(name, here))
         else:
             assert layout is not None
-            held = layout.held(rule[0], rule[1], name, here.shape, self._stride(here))
+            held = layout.held(rule[0], rule[1], name, here.shape, self._stride(name, here))
             for part in held:
                 self._whole(name, part.name, Whole(part.name, part.shape, rule[0].dtype or dtype))
             if len(held) == 1 and self._tied(held[0].name, here):
                 return
-            local = self._local(name, here, (rule[0].dtype or dtype) if self._packed else dtype)
+            local = self._local(name, here, (rule[0].dtype or dtype) if self._is_packed(name) else dtype)
             for part in held:
                 if 0 not in part.size:
                     self._piece(part.name, local, part.start, part.size, part.offset, part.stride)
@@ -96,14 +98,17 @@ class _Found:
         local = self._local(name, here, dtype)
         if not here.numel():
             return
-        strides = self._stride(here)
+        strides = self._stride(name, here)
         for runs in itertools.product(*map(_with_local, box.runs)):
             offset = sum(at * stride for (_, _, at), stride in zip(runs, strides, strict=True))
             start, size = tuple(first for first, _, _ in runs), tuple(n for _, n, _ in runs)
             self._piece(name, local, start, size, offset, strides)
 
-    def _stride(self, here: torch.Tensor) -> tuple[int, ...]:
-        return sharding.contiguous_strides(here.shape) if self._packed else here.stride()
+    def _is_packed(self, name: str) -> bool:
+        return self._packed if isinstance(self._packed, bool) else name in self._packed
+
+    def _stride(self, name: str, here: torch.Tensor) -> tuple[int, ...]:
+        return sharding.contiguous_strides(here.shape) if self._is_packed(name) else here.stride()
 
     def _whole(self, local: str, name: str, whole: Whole) -> None:
         known = self.wholes.setdefault(name, whole)

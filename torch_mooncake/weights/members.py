@@ -3,7 +3,9 @@
 weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
 weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
+weights.direct/<name>/go             the version that the trainer ranks may begin with, and those still being read
 weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
+weights.direct/<name>/fenced         the version that nobody waits for any more
 weights.direct/<name>/head           the current version, its sources and its targets. Replacing it is the publication.
 """
 
@@ -14,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +24,86 @@ import numpy as np
 
 from torch_mooncake import discovery
 from torch_mooncake.config import Config
-from torch_mooncake.errors import DeadlineExceeded, Error, PeerLost
+from torch_mooncake.errors import DeadlineExceeded, Error, KeyNotFound, PeerLost
 from torch_mooncake.pool import Version
-from torch_mooncake.transfer import Engine, Peer, RemoteRegion
-from torch_mooncake.weights.arena import HEADER, SLOTS, Arena
+from torch_mooncake.regions import Region
+from torch_mooncake.transfer import Engine, Op, Peer, RemoteRegion
+from torch_mooncake.weights.arena import Memory
+from torch_mooncake.weights.board import (
+    AREA,
+    COMPLETE,
+    HEADER,
+    MAX_SLOTS,
+    SLOT_MEMORY,
+    VERSION,
+    area_offset,
+    descriptor_in,
+)
 from torch_mooncake.weights.manifest import checked_name
 from torch_mooncake.weights.plan import Place
-from torch_mooncake.weights.shards import Manifest
+from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
 # Of this process, by the hash of their text, while somebody has them.
 _MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
     uid: str
     record: discovery.Record
-    slots: tuple[bytes, ...]  # descriptors
+    slots: tuple[tuple[bytes, ...], ...]  # of each: descriptors of its regions
     board: bytes
-    manifest: Manifest  # packed
+    manifest: Manifest
+    offsets: Ints  # of the locals, see Memory
+    bases: Ints  # of the regions
     place: Place
     part: bool  # one of several processes that together are the model
+    relays: bool  # others may read from it
+    follows: bool  # it takes each version by itself; else when it is told to
 
     @classmethod
-    def of(cls, engine: Engine, arena: Arena, place: Place, part: bool) -> Member:
-        slots = tuple(region.descriptor() for region in arena.regions)
+    def of(
+        cls, engine: Engine, memory: Memory, place: Place, part: bool, *, relays: bool = True, follows: bool = True
+    ) -> Member:
         return cls(
             uuid.uuid4().hex,
             discovery.record_of(engine),
-            slots,
-            arena.board_region.descriptor(),
-            arena.manifest,
+            tuple(tuple(region.descriptor() for region in slot) for slot in memory.slots) if relays else (),
+            memory.board_region.descriptor(),
+            memory.manifest,
+            memory.offsets,
+            memory.bases,
             place,
             part,
+            relays,
+            follows,
         )
 
     def to_value(self) -> dict[str, Any]:
         return {
             "uid": self.uid,
             "record": self.record.encode(),
-            "slots": list(self.slots),
+            "slots": [list(slot) for slot in self.slots],
             "board": self.board,
+            "offsets": self.offsets.astype("<i8").tobytes(),
+            "bases": self.bases.astype("<i8").tobytes(),
             "place": list(self.place),
             "part": self.part,
+            "relays": self.relays,
+            "follows": self.follows,
         }
 
     @classmethod
     def from_value(cls, value: dict[str, Any], manifest: Manifest) -> Member:
         record = discovery.Record.decode(value["record"])
         place = Place(*value["place"])
-        return cls(value["uid"], record, tuple(value["slots"]), value["board"], manifest, place, value["part"])
+        offsets, bases = (np.frombuffer(value[key], "<i8").astype(np.int64) for key in ("offsets", "bases"))
+        slots = tuple(tuple(slot) for slot in value["slots"])
+        return cls(
+            value["uid"], record, slots, value["board"], manifest, offsets, bases, place, value["part"],
+            value["relays"], value["follows"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,6 +115,7 @@ class Head:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     subset: bool
+    verify: bool = False  # chunks have checksums
 
     def to_value(self) -> dict[str, Any]:
         return {**self.__dict__, "sources": list(self.sources), "targets": list(self.targets)}
@@ -91,7 +123,7 @@ class Head:
     @classmethod
     def from_value(cls, value: dict[str, Any]) -> Head:
         sources, targets = tuple(value["sources"]), tuple(value["targets"])
-        return cls(value["version"], value["step"], sources, targets, value["subset"])
+        return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"])
 
 
 class Room:
@@ -153,6 +185,22 @@ class Room:
         """Keep what is known of these only."""
         self._known = {uid: self._known[uid] for uid in uids if uid in self._known}
 
+    def let_go(self, version: int, kept: Sequence[int]) -> None:
+        """The trainer ranks may begin with the version; what they have of ``kept`` is still being read."""
+        self._pool.put(f"{self._prefix}/go", {"version": version, "kept": list(kept)})
+
+    def go(self, version: int) -> list[int] | None:
+        """None while they may not."""
+        value = self._pool.get(f"{self._prefix}/go", default=None)
+        return value["kept"] if value is not None and value["version"] == version else None
+
+    def say_fenced(self, version: int) -> None:
+        """Nobody waits for the version any more."""
+        self._pool.put(f"{self._prefix}/fenced", version)
+
+    def fenced(self) -> int:
+        return int(self._pool.get(f"{self._prefix}/fenced", default=0))
+
     def say_ready(self, rank: int, uid: str, version: int) -> None:
         self._pool.put(f"{self._prefix}/ready/{rank}", {"uid": uid, "version": version})
 
@@ -164,11 +212,13 @@ class Room:
 
 @dataclass(frozen=True)
 class Link:
-    """A member's memory, opened."""
+    """A member's memory, as far as it was opened."""
 
     peer: Peer
-    slots: tuple[RemoteRegion, ...]
     board: RemoteRegion
+    words: Ints  # [MAX_SLOTS, HEADER]; where its board is read to
+    region: Region  # of those
+    slots: dict[int, tuple[RemoteRegion, ...]] = field(default_factory=dict)
 
 
 class Links:
@@ -185,9 +235,32 @@ class Links:
             return link
         self.drop(member.uid)
         peer = discovery.dial(self._engine, member.record, time.monotonic() + _DIAL_S)
-        slots = tuple(peer.open(descriptor, _DIAL_S) for descriptor in member.slots)
-        link = self._open[member.uid] = Link(peer, slots, peer.open(member.board, _DIAL_S))
+        words = np.zeros((MAX_SLOTS, HEADER), np.int64)
+        board = peer.open(member.board, _DIAL_S)
+        link = self._open[member.uid] = Link(peer, board, words, self._engine.register(words))
         return link
+
+    def slot(self, member: Member, slot: int) -> tuple[RemoteRegion, ...]:
+        """The regions of one of its slots. KeyNotFound if it has no such slot, or nobody may read it."""
+        link = self.open(member)
+        if slot not in link.slots:
+            descriptors = member.slots[slot] if slot < len(member.slots) else (self.area(member, slot, SLOT_MEMORY),)
+            link.slots[slot] = tuple(link.peer.open(descriptor, _DIAL_S) for descriptor in descriptors)
+        return link.slots[slot]
+
+    def area(self, member: Member, slot: int, kind: int) -> bytes:
+        """A descriptor from the member's board. KeyNotFound if there is none."""
+        words = np.zeros(AREA, np.int64)
+        region = self._engine.register(words)
+        try:
+            at = area_offset(slot, kind)
+            self._engine.read(region, self.open(member).board[at : at + words.nbytes], timeout=_DIAL_S).wait()
+        finally:
+            self._engine.deregister(region)
+        descriptor = descriptor_in(words)
+        if not descriptor:
+            raise KeyNotFound(f"slot {slot} of {member.record.name} is not to be read")
+        return descriptor
 
     def alive(self, member: Member) -> bool | None:
         """None: it does not answer in time, and may be there."""
@@ -200,29 +273,47 @@ class Links:
                 raise
             return None
 
+    def headers(self, members: Sequence[Member], timeout: float = _DIAL_S) -> list[Ints | None]:
+        """What the boards say of the slots, [MAX_SLOTS, HEADER] each; None of those that cannot be asked in time."""
+        asked: list[tuple[Link, Op] | None] = []
+        for member in members:
+            try:
+                link = self.open(member)
+                nbytes = link.words.nbytes
+                asked.append((link, self._engine.read(link.region[:nbytes], link.board[:nbytes], timeout=timeout)))
+            except Error as error:
+                _reraise_unless_lost(error)
+                asked.append(None)
+        found: list[Ints | None] = []
+        for each in asked:
+            try:
+                if each is not None:
+                    each[1].wait()
+                found.append(None if each is None else each[0].words.copy())
+            except Error as error:
+                _reraise_unless_lost(error)
+                found.append(None)
+        return found
+
     def has(self, member: Member, version: int) -> bool:
         """Whether the member has all of the version. False, too, if it cannot be asked."""
-        words = np.zeros((SLOTS, HEADER), np.int64)
-        region = self._engine.register(words)
-        try:
-            board = self.open(member).board
-            self._engine.read(region, board[: words.nbytes], timeout=_DIAL_S).wait()
-        except Error as error:
-            if not isinstance(error, PeerLost) and not error.retryable:
-                raise
-            return False
-        finally:
-            self._engine.deregister(region)
-        return bool(((words[:, 0] == version) & (words[:, 2] == 1)).any())
+        (header,) = self.headers([member])
+        return header is not None and bool(((header[:, VERSION] == version) & (header[:, COMPLETE] == 1)).any())
 
     def drop(self, uid: str) -> None:
         link = self._open.pop(uid, None)
         if link is not None:
             link.peer.close()
+            self._engine.deregister(link.region)
 
     def close(self) -> None:
         for uid in list(self._open):
             self.drop(uid)
+
+
+def _reraise_unless_lost(error: Error) -> None:
+    if not isinstance(error, PeerLost) and not error.retryable:
+        raise error
 
 
 def own_place(place: Place | None) -> Place:

@@ -39,6 +39,7 @@ class Progress:
     version: int
     nbytes: int  # that this node takes
     bytes_done: int = 0
+    bytes_looked: int = 0  # of other nodes' boards, once it has ended
     started: float = field(default_factory=time.monotonic)
     began: bool = False  # something was asked for, and may have been written
 
@@ -348,6 +349,7 @@ class Fetch:
 
     def _close(self, upstream: Upstream) -> None:
         upstream.close()
+        self.progress.bytes_looked += upstream.looked
         for _, _, _, block in upstream.reads:
             if block is not None and self._staging is not None:
                 self._staging.give_back(block)

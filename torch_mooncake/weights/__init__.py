@@ -13,6 +13,8 @@ publisher.publish(step=7)
 subscriber = weights.Subscriber("policy", model)      # in each worker
 subscriber.update(timeout=60)
 
+weights.share(model)                                  # move its tensors into shared memory, for in_place=True
+
 weights.describe(model, layout)                       # which part of which global tensor this process holds
 weights.compare(sources, targets)                     # do these manifests fit those?
 """
@@ -25,6 +27,7 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published, publish
 from torch_mooncake.weights.publisher import Publisher
 from torch_mooncake.weights.shards import Manifest
+from torch_mooncake.weights.share import share
 from torch_mooncake.weights.subscribe import Subscription, Update, subscribe
 from torch_mooncake.weights.subscriber import Subscriber
 
@@ -45,5 +48,6 @@ __all__ = [
     "compare",
     "describe",
     "publish",
+    "share",
     "subscribe",
 ]

@@ -17,10 +17,10 @@ import torch
 
 import torch_mooncake
 from torch_mooncake.errors import Busy
+from torch_mooncake.regions import Region, RegionSlice, RemoteSlice
 from torch_mooncake.shared import empty
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.transfer import RemoteRegion
-from torch_mooncake.regions import Region, RegionSlice, RemoteSlice
 from torch_mooncake.weights.board import MAX_SLOTS, SLOT_MEMORY, VIEW, Board
 from torch_mooncake.weights.shards import Ints, Manifest
 
@@ -207,7 +207,7 @@ def _spans(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int
 
 def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, first - storage.data_ptr(), (last - first,))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, first - storage.data_ptr(), (last - first,), (1,))
 
 
 def views_of(memory: torch.Tensor, manifest: Manifest, offsets: Ints) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ class Board:
         self.header[slot, VERSION] = version
 
     def withdraw(self, slot: int) -> None:
-        """What the slot holds is to be read no more: who has read from it and not looked at this word since drops it."""
+        """What the slot holds is to be read no more: who has read it and not looked at this word since drops it."""
         self.header[slot, VERSION] = -abs(int(self.header[slot, VERSION]))
 
     def count(self, slot: int, route: int, there: int, proven: int) -> None:

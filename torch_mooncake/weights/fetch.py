@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from torch_mooncake import _core
 from torch_mooncake.errors import Cancelled, Corrupt, DeadlineExceeded, Error, PeerLost
+from torch_mooncake.regions import Region
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Memory, pairs
 from torch_mooncake.weights.members import Links, Member
@@ -198,12 +199,11 @@ class Fetch:
 
     def _prove(self, upstream: Upstream, route: Route, chunk: int, crc: int | None) -> None:
         block = self._blocks.pop((route.number, chunk), None)
-        if crc is not None:
-            if self._crc(route, chunk, block) != crc:
-                if block is not None and self._staging is not None:
-                    self._staging.give_back(block)
-                self._again(upstream, route, chunk)
-                return
+        if crc is not None and self._crc(route, chunk, block) != crc:
+            if block is not None and self._staging is not None:
+                self._staging.give_back(block)
+            self._again(upstream, route, chunk)
+            return
         if self._verify:
             self._board.put_sum(self._slot, route.chunks.first + chunk, crc)
         if block is not None and self._staging is not None:
@@ -264,7 +264,8 @@ class Fetch:
         self.progress.began = True
         there, here, lengths = route.chunks.parts[chunk]
         regions = self._links.slot(upstream.member, upstream.slot)
-        own, bases = self._memory.slots[self._slot], self._memory.bases
+        own: Sequence[Region] = self._memory.slots[self._slot]
+        bases = self._memory.bases
         if len(regions) == len(own) == 1 and block is None:
             op = self._engine.read(
                 own[0], regions[0], local_offsets=here, remote_offsets=there, nbytes=lengths, timeout=_OP_S

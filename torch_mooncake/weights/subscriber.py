@@ -352,8 +352,7 @@ class Subscriber:
         if self._thread is not None:
             self._thread.join()
         if self._flip == "view" and self.version:
-            here = local_tensors(self._model)
-            self._refer_to({local.name: here[local.name].clone() for local in self._memory.manifest.locals})
+            self._refer_to({name: tensor.clone() for name, tensor in local_tensors(self._model).items()})
         self._room.leave(self._member.uid)
         self._bringer.links.close()
         if self._staging is not None:

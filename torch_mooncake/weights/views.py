@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_mooncake.errors import Error, KeyNotFound, LayoutMismatch, PeerLost, Unsupported
+from torch_mooncake.errors import Error, KeyNotFound, PeerLost, Unsupported
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.board import COMPLETE, VERSION, VIEW

@@ -62,6 +62,7 @@ class Bringer:
 
     def wire(self, head: Head) -> tuple[Wiring, bool]:
         """(who sends what, whether there are checksums). LayoutMismatch; NobodyHasIt."""
+        self._room.members((*head.sources, *head.targets))  # at once
         sources = [self.found(uid) for uid in head.sources]
         targets = [member for uid in head.targets if (member := self.found(uid)) is None or member.relays]
         known = [member for member in (*sources, *targets) if member is not None]

@@ -166,14 +166,18 @@ class Room:
         prefix = f"{self._prefix}/target/"
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
+    def members(self, uids: Sequence[str]) -> list[Member | None]:
+        """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
+        unknown = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
+        for uid, value in zip(unknown, values, strict=True):
+            if value is not None:
+                self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
+        return [self._known.get(uid) for uid in uids]
+
     def member(self, uid: str) -> Member | None:
-        """None: it has left. Corrupt as ``Manifest.from_json``."""
-        if uid not in self._known:
-            value = self._pool.get(f"{self._prefix}/member/{uid}", default=None)
-            if value is None:
-                return None
-            self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
-        return self._known[uid]
+        """None: it has left."""
+        return self.members([uid])[0]
 
     def _manifest(self, layout: str) -> Manifest:
         found = _MANIFESTS.get(layout)

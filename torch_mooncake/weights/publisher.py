@@ -193,8 +193,8 @@ class Publisher:
     def _live_targets(self) -> list[Member]:
         """Those that are there."""
         found = []
-        for uid in self._room.targets():
-            member = self._room.member(uid)
+        uids = self._room.targets()
+        for uid, member in zip(uids, self._room.members(uids), strict=True):
             if member is None:
                 continue
             alive = self._links.alive(member)
@@ -287,7 +287,8 @@ class Publisher:
 
     def _targets(self) -> dict[str, Member | None]:
         head = self._room.head()
-        return {uid: self._room.member(uid) for uid in (head.targets if head is not None else ())}
+        uids = head.targets if head is not None else ()
+        return dict(zip(uids, self._room.members(uids), strict=True))
 
     def delivered(self) -> dict[str, bool]:
         """Of the targets of the current version: whether each has all of it. Those that are gone have not."""

@@ -62,7 +62,7 @@ class Sums:
             self._error = error
 
     def _make(self, slot: int, head: Head) -> None:
-        members = [self._room.member(uid) for uid in (*head.sources, *head.targets)]
+        members = self._room.members((*head.sources, *head.targets))
         known = [member for member in members if member is not None and (member.relays or member.uid in head.sources)]
         board = self._memory.board
         # Of somebody who has left it is not known what it had: then there is no plan, and are no checksums.

@@ -158,7 +158,7 @@ else:
 COUNTED = """
 counters = engine.stats()
 result = [counters["bytes_sent"].get("tcp", 0), counters["bytes_received"].get("tcp", 0),
-          whole.progress.bytes_looked if kind == "s" else 0]
+          whole.progress.bytes_looked if kind == "s" and whole.progress else 0]
 """
 
 

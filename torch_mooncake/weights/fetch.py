@@ -40,9 +40,9 @@ class Progress:
     version: int
     nbytes: int  # that this node takes
     bytes_done: int = 0
-    bytes_looked: int = 0  # of other nodes' boards, once it has ended
     started: float = field(default_factory=time.monotonic)
     began: bool = False  # something was asked for, and may have been written
+    bytes_looked: int = 0  # of other nodes' boards, once it has ended
 
     @property
     def eta_s(self) -> float | None:

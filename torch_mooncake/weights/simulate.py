@@ -47,6 +47,7 @@ class Network:
     latency_s: float = 0.001  # from asking for something to its first byte, where nothing is queued
     queue: int = 512 << 10  # bytes before a NIC that sends: what the kernel takes of a connection's two lanes
     look_s: float = 0.001  # from the answer of a look to the next look, as in fetch.py
+    verify: bool = True  # a chunk is passed on when it is proven: when a look that was sent after it came is answered
     start_s: float = 0.003  # from the publication to the first look: the pool tells, the plan is known
 
 
@@ -105,6 +106,7 @@ class _Model:
         self.network = over.astype(np.bool_)
         self._resources(plan, network, src)
         self._have, self._ended = np.zeros(len(of)), np.zeros(len(of))
+        self._asked, self._proven = np.zeros(len(of)), np.zeros(len(of))  # when the look was sent; by the last answer
         self._known = np.where(self._parent < 0, self.total, 0.0)
         self._left = np.flatnonzero(self.total > 0)
         self.now = 0.0
@@ -158,7 +160,7 @@ class _Model:
         left = self._left[self._ready_at[self._pair[self._left]] <= self.now]
         gap = self._known[left] - self._have[left]
         active, gap = left[gap > 0], gap[gap > 0]
-        wanted = np.bincount(self._pair[active], gap, len(self.out))
+        wanted: Floats = np.bincount(self._pair[active], gap, len(self.out)).astype(np.float64)
         pairs = np.flatnonzero(wanted)
         moved = np.minimum(_fair(self._crosses[pairs], wanted[pairs] / step, self.rate) * step, wanted[pairs])
         self._take(active, gap, pairs, moved, wanted)
@@ -166,12 +168,8 @@ class _Model:
         over = self.network[pairs]
         self._sends = np.bincount(self.out[pairs[over]], moved[over], len(self.nics)) > 0
         self.now += step
-        close = self.total[active] - self._have[active] <= 1e-6 * self.total[active]
-        ended = active[close]
-        if len(ended):
-            self._have[ended] = self.total[ended]
-            self._ended[ended] = self.now
-            self._left = self._left[self._have[self._left] < self.total[self._left]]
+        came = active[self.total[active] - self._have[active] <= 1e-6 * self.total[active]]
+        self._have[came] = self.total[came]
         return pairs, moved
 
     def _take(self, active: Ints, gap: Floats, pairs: Ints, moved: Floats, wanted: Floats) -> None:
@@ -196,28 +194,43 @@ class _Model:
     def _looks(self) -> None:
         """Answers the looks that have nothing before them any more, and sends those whose time has come."""
         answered = (self._answer_at <= self.now) & (self._taken >= self._mark * (1 - 1e-9))
-        sent = self._look_at <= self.now
+        sent = (self._look_at <= self.now) & ~answered
         if not (answered.any() or sent.any()):
             return
         ahead = np.bincount(self._pair[self._left], self._known[self._left] - self._have[self._left], len(self.out))
         waits = self.network & self._sends[self._home]
         latency = self._network.latency_s + np.where(waits, self._wait, 0.0)
+        rested = answered & (ahead <= 0)
+        self._ready_at[rested] = self.now + latency[rested]
+        self._answer(self._left[answered[self._pair[self._left]]])
+        self._answer_at[answered] = np.inf
+        self._look_at[answered] = self.now + self._network.look_s
         self._mark[sent] = self._taken[sent] + np.minimum(ahead, self._network.queue)[sent]
         self._answer_at[sent] = self.now + latency[sent]
         self._look_at[sent] = np.inf
-        rested = answered & (ahead <= 0)
-        self._ready_at[rested] = self.now + latency[rested]
-        chosen = self._left[answered[self._pair[self._left]] & (self._parent[self._left] >= 0)]
-        there, total, chunk = self._have[self._parent[chosen]], self.total[chosen], self._chunk[chosen]
-        self._known[chosen] = np.where(there >= total, total, np.floor(there / chunk + 1e-6) * chunk)
-        self._answer_at[answered] = np.inf
-        self._look_at[answered] = self.now + self._network.look_s
+        asking = self._left[sent[self._pair[self._left]]]
+        self._asked[asking] = self._whole(asking, self._have[asking])
+
+    def _answer(self, streams: Ints) -> None:
+        self._proven[streams] = self._asked[streams]
+        ended = streams[self._proven[streams] >= self.total[streams]]
+        if len(ended):
+            self._ended[ended] = self.now
+            self._left = self._left[self._proven[self._left] < self.total[self._left]]
+        behind = streams[self._parent[streams] >= 0]
+        before = self._parent[behind]
+        offered = self._proven[before] if self._network.verify else self._have[before]
+        self._known[behind] = self._whole(behind, offered)
+
+    def _whole(self, streams: Ints, nbytes: Floats) -> Floats:
+        """Bytes of the chunks that are there."""
+        total, chunk = self.total[streams], self._chunk[streams]
+        return np.where(nbytes >= total, total, np.floor(nbytes / chunk + 1e-6) * chunk)
 
     def finished(self) -> Floats:
-        """The last look, which proves everything, comes after the last chunk."""
         found = np.zeros(self._nodes)
         some = self.total > 0
-        np.maximum.at(found, self._dst[self._pair[some]], self._ended[some] + self._network.latency_s)
+        np.maximum.at(found, self._dst[self._pair[some]], self._ended[some])
         return found
 
 

@@ -13,7 +13,7 @@ from torch_mooncake import sharding
 from torch_mooncake.errors import Busy, DeadlineExceeded, InvalidArgument, LayoutMismatch
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Arena, OwnTensors
-from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.atoms import fitting
 from torch_mooncake.weights.delta import Area, Maker
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress
@@ -29,6 +29,8 @@ from torch_mooncake.weights.watch import Watch
 _VIEWED_S = 0.05  # for viewers of the slot that is next; then there is one more slot
 _LOOK_AGAIN_S = 0.001
 _RANKS_S = 5.0  # what the other ranks give rank 0 beyond its own patience
+
+_WAIT_S = 5.0  # for the head at a time
 
 
 class Publisher:
@@ -207,8 +209,8 @@ class Publisher:
     def _live_targets(self) -> list[Member]:
         """Those that are there."""
         found = []
-        for uid in self._room.targets():
-            member = self._room.member(uid)
+        uids = self._room.targets()
+        for uid, member in zip(uids, self._room.members(uids), strict=True):
             if member is None:
                 continue
             alive = self._links.alive(member)
@@ -234,10 +236,11 @@ class Publisher:
                 raise DeadlineExceeded(f"rank {rank} did not publish version {version} within {timeout} s")
             else:
                 time.sleep(_LOOK_AGAIN_S)
-        fitting = [member for member in targets if self._wants(member, sources)]
-        hosts = {member.place.host for member in (*sources, *fitting)}
+        self._judge(targets, sources)
+        takers = [member for member in targets if self._fits[member.uid]]
+        hosts = {member.place.host for member in (*sources, *takers)}
         head = Head(
-            version, step, tuple(member.uid for member in sources), tuple(member.uid for member in fitting),
+            version, step, tuple(member.uid for member in sources), tuple(member.uid for member in takers),
             self._subset, len(hosts) > 1 if self._verify is None else self._verify,
             self.version if self._delta(mode, len(hosts)) else 0, mode == "delta",
         )  # fmt: skip
@@ -256,22 +259,20 @@ class Publisher:
         found by now; 0 if it is not sent so."""
         return 0 if self._maker is None else self._maker.nbytes(self.version)
 
-    def _wants(self, member: Member, sources: list[Member]) -> bool:
-        """Whether a target can take these weights. Who cannot is told so when it tries by itself."""
-        if member.uid not in self._fits:
-            try:
-                manifests = [source.manifest for source in sources]
-                compare(manifests, [member.manifest], subset=self._subset, partial=member.part)
-                self._fits[member.uid] = True
-            except LayoutMismatch:
-                self._fits[member.uid] = False
-        return self._fits[member.uid]
+    def _judge(self, targets: list[Member], sources: list[Member]) -> None:
+        """Which of them can take these weights. Who cannot is told so when it tries by itself."""
+        for part in (False, True):
+            some = [member for member in targets if member.part == part and member.uid not in self._fits]
+            manifests = [member.manifest for member in some]
+            fits = fitting([source.manifest for source in sources], manifests, subset=self._subset, partial=part)
+            self._fits.update(zip((member.uid for member in some), fits, strict=True))
 
     def _await_flip(self, version: int, deadline: float, timeout: float) -> Head:
+        seen = None
         while (head := self._room.head()) is None or head.version < version:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"rank 0 did not publish version {version} within {timeout} s")
-            time.sleep(_LOOK_AGAIN_S)
+            seen = self._room.await_head(seen, max(0.0, min(deadline - time.monotonic(), _WAIT_S))) or seen
         return head
 
     # --- after the flip ---
@@ -317,7 +318,8 @@ class Publisher:
 
     def _targets(self) -> dict[str, Member | None]:
         head = self._room.head()
-        return {uid: self._room.member(uid) for uid in (head.targets if head is not None else ())}
+        uids = head.targets if head is not None else ()
+        return dict(zip(uids, self._room.members(uids), strict=True))
 
     def delivered(self) -> dict[str, bool]:
         """Of the targets of the current version: whether each has all of it. Those that are gone have not."""

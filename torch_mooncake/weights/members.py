@@ -148,6 +148,7 @@ class Room:
         if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
             self._pool.put(f"{self._prefix}/layout/{layout}", text)
         self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+        self._known[member.uid] = member
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 

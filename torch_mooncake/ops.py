@@ -243,11 +243,15 @@ def delta_encode_ranges(
     return blob if limit is None or blob.numel() else None
 
 
-def delta_apply_ranges(blob: Tensor, target: Tensor, offsets: Tensor, nbytes: Tensor) -> None:
+def delta_apply_ranges(
+    blob: Tensor, target: Tensor, offsets: Tensor, nbytes: Tensor, *, base: Tensor | None = None
+) -> None:
     """`delta_apply` to elements that lie in several places, not necessarily those of the encoder: all that counts is
     their order. Arguments as of `delta_encode_ranges`; ``ValueError`` if there are not as many elements as in the blob.
+
+    base: another array like `target`, which then gets from it what the delta does not change (of the ranges).
     """
-    _ops.delta_apply_ranges.default(blob, target, offsets, nbytes)
+    _ops.delta_apply_ranges.default(blob, target, offsets, nbytes, base)
 
 
 def hash_pages(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def _(base: Tensor, fresh: Tensor, offsets: Tensor, nbytes: Tensor, element_nbyt
 
 
 @torch.library.register_fake("torch_mooncake::delta_apply_ranges")
-def _(blob: Tensor, target: Tensor, offsets: Tensor, nbytes: Tensor) -> None:
+def _(blob: Tensor, target: Tensor, offsets: Tensor, nbytes: Tensor, base: Tensor | None) -> None:
     _check_shape("nbytes", nbytes, offsets.shape)
 
 

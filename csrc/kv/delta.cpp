@@ -16,6 +16,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
+constexpr int64_t kExpectedChanges = 32;        // one element of so many, at most
 constexpr int64_t kGrainNbytes = 256 << 10;  // what one thread must have to do to be worth its wake-up
 
 FindChanges find_changes(int64_t element_nbytes) {
@@ -85,12 +86,15 @@ class Elements {
 Status malformed(const char* what) { return {Code::corrupt, std::string("the delta is malformed: ") + what}; }
 
 template <int kNbytes>
-void apply_segment(const DeltaBlob& blob, int64_t segment, std::byte* target, const Elements& elements) {
+void apply_segment(const DeltaBlob& blob, int64_t segment, std::byte* target, const std::byte* base,
+                   const Elements& elements) {
   const DeltaSegment& at = blob.segments[static_cast<size_t>(segment)];
   const uint8_t* tokens = blob.tokens + at.token;
   const int64_t nbytes = blob.segments[static_cast<size_t>(segment) + 1].token - at.token;
   const std::byte* values = blob.values + at.value * kNbytes;
-  std::vector<Stretch> stretches = elements.stretches(segment);
+  const std::vector<Stretch> stretches = elements.stretches(segment);
+  for (const Stretch& stretch : stretches)
+    if (base != nullptr) std::memcpy(target + stretch.offset, base + stretch.offset, stretch.count * kNbytes);
   if (stretches.size() == 1) {
     std::byte* origin = target + stretches[0].offset;
     for_delta_changes(tokens, nbytes, [&](uint32_t position, uint32_t n) {
@@ -131,6 +135,9 @@ Result<DeltaEncoded> delta_encode(const DeltaInput& input, const ParallelFor& pa
   std::mutex mutex;
   parallel_for(segments, grain(element_nbytes), [&](int64_t begin, int64_t end) {
     DeltaEncoded::Part part{begin, {}, {}};
+    const int64_t most = (end - begin) * kDeltaSegment / kExpectedChanges;  // then nothing has to move
+    part.tokens.reserve(static_cast<size_t>(most));
+    part.values.reserve(static_cast<size_t>(most * element_nbytes));
     uint8_t tokens[kDeltaMaxTokens];
     uint16_t positions[kDeltaSegment + kChangesSlack];
     for (int64_t s = begin; s < end; ++s) {
@@ -255,7 +262,7 @@ Result<DeltaBlob> delta_open(const std::byte* data, int64_t nbytes, const Parall
 }
 
 Status delta_apply(const DeltaBlob& blob, std::byte* target, const std::vector<DeltaRange>& ranges,
-                   const ParallelFor& parallel_for) {
+                   const ParallelFor& parallel_for, const std::byte* base) {
   auto elements = Elements::of(ranges, blob.element_nbytes);
   TM_TRY(elements.status());
   if (elements->count() != blob.elements)
@@ -264,7 +271,7 @@ Status delta_apply(const DeltaBlob& blob, std::byte* target, const std::vector<D
                                         std::to_string(elements->count())};
   for_delta_size(blob.element_nbytes, [&]<int kNbytes>() {
     parallel_for(delta_segments(blob.elements), grain(kNbytes), [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; ++s) apply_segment<kNbytes>(blob, s, target, *elements);
+      for (int64_t s = begin; s < end; ++s) apply_segment<kNbytes>(blob, s, target, base, *elements);
     });
   });
   return {};

@@ -126,8 +126,9 @@ TM_API Result<DeltaBlob> delta_open(const std::byte* blob, int64_t nbytes,
                                     const ParallelFor& parallel_for = serial_for);
 
 // CPU. Writes the changed elements to their places in `target`; ranges as of DeltaInput, in an array of any other
-// layout. `invalid_argument` if they do not have the blob's elements.
+// layout. With `base`, an array of the target's layout that is not the target, the other elements come from there.
+// `invalid_argument` if the ranges do not have the blob's elements.
 TM_API Status delta_apply(const DeltaBlob& blob, std::byte* target, const std::vector<DeltaRange>& ranges,
-                          const ParallelFor& parallel_for = serial_for);
+                          const ParallelFor& parallel_for = serial_for, const std::byte* base = nullptr);
 
 }  // namespace torch_mooncake::kv

@@ -66,11 +66,12 @@ STABLE_TORCH_LIBRARY(torch_mooncake, m) {
   m.def("delta_seal(Tensor(a!) blob, int elements, int element_nbytes, int token_nbytes, int changed) -> ()");
   // The same of bytes that lie in several places, on the CPU: base, fresh and target uint8 [n]; offsets, nbytes int64
   // [ranges], whole elements, one range after the other. The two arrays of a delta have the same ranges; the target may
-  // have others.
+  // have others. What a delta does not change is taken from `base`, which is like target and another one, if it is
+  // given.
   m.def(
       "delta_encode_ranges(Tensor base, Tensor fresh, Tensor offsets, Tensor nbytes, int element_nbytes, int limit) -> "
       "Tensor");
-  m.def("delta_apply_ranges(Tensor blob, Tensor(a!) target, Tensor offsets, Tensor nbytes) -> ()");
+  m.def("delta_apply_ranges(Tensor blob, Tensor(a!) target, Tensor offsets, Tensor nbytes, Tensor? base) -> ()");
 
   // token_ids int64 or int32 [n], root uint8 [16] -> uint8 [n / page_size, 16]: the chain of csrc/kv/page_hash.h
   m.def("hash_pages(Tensor token_ids, int page_size, Tensor root) -> Tensor");

@@ -190,12 +190,19 @@ Tensor delta_encode_ranges(const Tensor& base, const Tensor& fresh, const Tensor
   return blob_of(kv::delta_encode(input, torch_parallel_for));
 }
 
-void delta_apply_ranges(const Tensor& blob, const Tensor& target, const Tensor& offsets, const Tensor& nbytes) {
+void delta_apply_ranges(const Tensor& blob, const Tensor& target, const Tensor& offsets, const Tensor& nbytes,
+                        const std::optional<Tensor>& base) {
   require_bytes(target, "target");
+  if (base.has_value()) {
+    require_bytes(*base, "base");
+    require_shape(*base, "base", shape_of(target));
+    if (Range(target).shares(Range(*base))) refuse("target and base share memory");
+  }
   const auto ranges = ranges_of(offsets, nbytes, target.numel(), "target");
   const kv::DeltaBlob found = opened(blob);
   if (Range(target).shares(Range(blob))) refuse("target and blob share memory");
-  raise(kv::delta_apply(found, data_of(target, true), ranges, torch_parallel_for));
+  raise(kv::delta_apply(found, data_of(target, true), ranges, torch_parallel_for,
+                        base.has_value() ? data_of(*base, false) : nullptr));
 }
 
 }  // namespace torch_mooncake::ops

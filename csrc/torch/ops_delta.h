@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
+
 namespace torch_mooncake::ops {
 
 using torch::stable::Tensor;
@@ -13,6 +15,7 @@ Tensor delta_table(const Tensor& blob);
 void delta_seal(const Tensor& blob, int64_t elements, int64_t element_nbytes, int64_t token_nbytes, int64_t changed);
 Tensor delta_encode_ranges(const Tensor& base, const Tensor& fresh, const Tensor& offsets, const Tensor& nbytes,
                            int64_t element_nbytes, int64_t limit);
-void delta_apply_ranges(const Tensor& blob, const Tensor& target, const Tensor& offsets, const Tensor& nbytes);
+void delta_apply_ranges(const Tensor& blob, const Tensor& target, const Tensor& offsets, const Tensor& nbytes,
+                        const std::optional<Tensor>& base);
 
 }  // namespace torch_mooncake::ops

@@ -107,6 +107,12 @@ def test_ranges():
     ops.delta_apply_ranges(blob, there.view(-1).view(torch.uint8), offsets, nbytes)
     assert torch.equal(bits(there[:, 100:600]), bits(fresh[:, 100:600]))
     assert torch.equal(bits(there[:, :100]), bits(base[:, :100]))
+    copied = torch.zeros_like(bits(base))
+    ops.delta_apply_ranges(blob, copied, offsets, nbytes, base=bits(base))
+    assert torch.equal(copied.view(9, -1)[:, 200:1200], bits(fresh).view(9, -1)[:, 200:1200])
+    assert not copied.view(9, -1)[:, :200].any()
+    with pytest.raises(ValueError, match="target and base share memory"):
+        ops.delta_apply_ranges(blob, copied, offsets, nbytes, base=copied)
     turned = base[:, 100:600].flip(0).contiguous()
     ops.delta_apply_ranges(blob, turned.view(-1).view(torch.uint8), torch.arange(8, -1, -1) * 1000, nbytes)
     assert torch.equal(bits(turned), bits(fresh[:, 100:600].flip(0)))
@@ -163,7 +169,7 @@ OPCHECKS = {
     ),
     "delta_apply_ranges": lambda: (
         ops.delta_encode(torch.zeros(2), torch.ones(2)), torch.zeros(8, dtype=torch.uint8), torch.tensor([0]),
-        torch.tensor([8])
+        torch.tensor([8]), torch.ones(8, dtype=torch.uint8)
     ),
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def publish(publisher: Publisher, mine: dict[str, torch.Tensor], step: int) -> N
     publisher.publish(step=step)
 
 
-@pytest.mark.parametrize("flip", ["copy", "direct"])
+@pytest.mark.parametrize("flip", ["copy", pytest.param("direct", marks=pytest.mark.slow)])
 def test_a_relay_whose_memory_changed_is_passed_over(opened, trainer, flip: str):
     engine, publisher, mine = trainer
     relay, last = Worker(opened, "w0"), Worker(opened, "w1", rate=8 << 20, flip=flip)

@@ -100,7 +100,7 @@ def test_a_receiver_that_stands_still_is_given_up(child: Callable[..., Child], t
         worker(END)
 
 
-@pytest.mark.parametrize("flip", ["copy", "direct"])
+@pytest.mark.parametrize("flip", ["copy", pytest.param("direct", marks=pytest.mark.slow)])
 def test_a_killed_receiver_is_not_waited_for(child: Callable[..., Child], trainer, flip: str):
     publisher, mine = trainer
     workers = followers(child, [RATE, RATE], flip)

@@ -203,3 +203,19 @@ def test_fsdp2_ranks(opened):
     assert refusals[0] == "weight: a shard has rows 0 to 7 of 13, which cuts a block of 4 at 7"
     assert refusals[1] == "weight: a shard has rows 7 to 13 of 13, which cuts a block of 4 at 7"
     assert same(bits(worker), bits({"weight": q, "weight_scale_inv": scales}))
+
+
+def test_in_place_there_is_a_copy_of_what_is_quantised(opened):
+    mine = {"w": torch.randn(16, 8), "norm": torch.randn(8)}
+    layout = Layout(quantise={"w": Fp8Blocks(4, 4)})
+    publisher = opened(Publisher("policy", mine, layout=layout, in_place=True))
+    worker = {"w": torch.zeros(16, 8, dtype=FP8), "w_scale_inv": torch.zeros(4, 2), "norm": torch.zeros(8)}
+    subscriber = opened(Subscriber("policy", worker))
+    for step in (1, 2):
+        publisher.publish(step=step)
+        subscriber.update(timeout=20)
+        publisher.fence()
+        q, scales = ops.quantize_blocks(mine["w"], (4, 4))
+        assert same(bits(worker), bits({"w": q, "w_scale_inv": scales, "norm": mine["norm"]}))
+        mine["w"].normal_()
+        mine["norm"].normal_()

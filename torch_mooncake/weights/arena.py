@@ -104,6 +104,10 @@ class Arena(Memory):
         self.board.describe(slot, SLOT_MEMORY, self._add().descriptor())
         return slot
 
+    def memory(self, slot: int) -> torch.Tensor:
+        """All of a slot, uint8."""
+        return self._memory[slot]
+
     def views(self, slot: int) -> dict[str, torch.Tensor]:
         """The local tensors in a slot, by name."""
         return views_of(self._memory[slot], self.manifest, self.offsets)

@@ -51,6 +51,26 @@ def compare(
     refine(sources, targets, subset=subset, partial=partial)
 
 
+def fitting(
+    sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False, partial: bool = False
+) -> list[bool]:
+    """Of each target by itself: whether ``compare`` has nothing against it."""
+    different = list(dict.fromkeys(targets))
+    if not different:
+        return []
+    try:
+        compare(sources, different, subset=subset, partial=partial)
+        return [True] * len(targets)
+    except LayoutMismatch:
+        if len(different) == 1:
+            return [False] * len(targets)
+    half = len(different) // 2
+    fits: dict[Manifest, bool] = {}
+    for some in (different[:half], different[half:]):
+        fits.update(zip(some, fitting(sources, some, subset=subset, partial=partial), strict=True))
+    return [fits[target] for target in targets]
+
+
 def refine(
     sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False, partial: bool = False
 ) -> Refinement:

@@ -27,6 +27,7 @@ from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, copy_tensors
 from torch_mooncake.weights.board import WANTED
 from torch_mooncake.weights.bring import Bringer, Brought, NobodyHasIt, Torn
+from torch_mooncake.weights.delta import Area
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress, Superseded
 from torch_mooncake.weights.layout import Layout
@@ -41,6 +42,7 @@ from torch_mooncake.weights.subscribe import Update
 from torch_mooncake.weights.views import Viewer
 
 _WAIT_S = 0.2  # what close() waits for the thread to see it, at most, when nothing comes
+_VIEWED_S = 0.05  # for viewers of the slot that is next; then there is one more slot
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 0.05
 _RETRY_S = 0.5  # between attempts at a version whose source is lost
 _FLIPS = ("copy", "swap", "direct", "view")
@@ -118,15 +120,23 @@ class Subscriber:
                 self._memory.manifest = manifest
             else:
                 self._arena = self._memory = Arena(self._engine, manifest)
-                for slot in range(SLOTS):  # what never comes (padding) is as the model has it
-                    copy_tensors(views := self._arena.views(slot), {name: here[name] for name in views})
+                for slot in range(SLOTS):
+                    self._fill(slot)
+        self._area = None if self._arena is None else Area(self._engine, self._arena)
         follows = flip in ("copy", "swap")
         self._member = Member.of(
             self._engine, self._memory, own_place(place), layout is not None if part is None else part,
             relays=follows or (flip == "direct" and not staged), follows=follows,
         )  # fmt: skip
         self._bringer = Bringer(
-            self._engine, self._room, self._member, self._memory, patience_s, staged=staged, staging=self._staging
+            self._engine,
+            self._room,
+            self._member,
+            self._memory,
+            patience_s,
+            staged=staged,
+            staging=self._staging,
+            area=self._area,
         )
         self._viewer = Viewer(self._room, self._bringer.links, self._member)
         self._changed = threading.Condition()
@@ -178,7 +188,7 @@ class Subscriber:
             ready, self._ready = self._ready, None
             self._put_in_place(ready)
             self.version, self.step = ready.head.version, ready.head.step
-        return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds)
+        return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds, ready.delta_nbytes)
 
     def try_update(self) -> Update | None:
         """As ``update``, without waiting: None if there is no newer version to be had."""
@@ -248,9 +258,7 @@ class Subscriber:
         try:
             if head.subset and self._flip == "swap":
                 raise Unsupported('flip="swap" is for all of the weights; a subset is published')
-            with self._changed:
-                slot = self._free_slot()
-            self._memory.take(slot, _LEAST_PAUSE_S)
+            slot = self._free_slot()
             ready = self._bringer.bring(head, slot, lambda: self._closed)
             self._memory.offer(slot)
         except Superseded:
@@ -274,13 +282,36 @@ class Subscriber:
             self._changed.notify_all()
 
     def _free_slot(self) -> int:
-        """The slot for the next version: not the one that the model is in; and, if there is a choice, not the one that
-        was filled last, which others may still be reading."""
-        taken = self._serving if self._serving is not None else self._latest
-        slot = 0 if taken is None else (taken + 1) % SLOTS
-        if self._ready is not None and self._ready.slot == slot:
-            self._ready = None
-        return slot
+        """The slot for the next version: not the one that the model is in, nor one that is viewed; and, if there is a
+        choice, not the one that was filled last, which others may still be reading. One more if there is none."""
+        assert self._arena is not None
+        while not self._closed:
+            with self._changed:
+                taken = self._serving if self._serving is not None else self._latest
+                ready = None if self._ready is None else self._ready.slot
+            count = len(self._arena.slots)
+            others = [0, 1] if taken is None else [(taken + i) % count for i in range(1, count)]
+            for slot in sorted(others, key=lambda slot: slot == ready):
+                if not self._arena.take(slot, _VIEWED_S):
+                    continue
+                with self._changed:
+                    if self._serving == slot:  # update() was quicker
+                        self._arena.offer(slot)
+                        continue
+                    if self._ready is not None and self._ready.slot == slot:
+                        self._ready = None
+                return slot
+            if (more := self._arena.grow()) is not None:
+                self._fill(more)
+                return more
+            time.sleep(_MOST_PAUSE_S)
+        raise Cancelled("the subscriber is closed")
+
+    def _fill(self, slot: int) -> None:
+        """What never comes (padding) is as the model has it."""
+        assert self._arena is not None
+        here = local_tensors(self._model)
+        copy_tensors(views := self._arena.views(slot), {name: here[name] for name in views})
 
     # --- "direct" and "view": update() does all of it ---
 
@@ -360,6 +391,8 @@ class Subscriber:
         self._bringer.links.close()
         if self._staging is not None:
             self._staging.close()
+        if self._area is not None:
+            self._area.close()
         self._memory.close()
         if self._own_engine:
             self._engine.close()

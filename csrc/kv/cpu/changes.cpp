@@ -52,11 +52,17 @@ TM_AVX2_INLINE uint32_t differ(const std::byte* a, const std::byte* b) {
   return ~same;
 }
 
+constexpr int64_t kAhead = 2048;  // bytes
+
 template <int kNbytes>
 TM_AVX2 int64_t avx2(const std::byte* a, const std::byte* b, int64_t n, uint16_t first, uint16_t* positions) {
   uint16_t* to = positions;
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
+    for (int line = 0; line < 32 * kNbytes; line += 64) {  // the hardware does not look beyond a page
+      __builtin_prefetch(a + i * kNbytes + line + kAhead);
+      __builtin_prefetch(b + i * kNbytes + line + kAhead);
+    }
     uint32_t bits = differ<kNbytes>(a + i * kNbytes, b + i * kNbytes);
     const int count = __builtin_popcount(bits);
     const auto at = static_cast<uint16_t>(first + i);

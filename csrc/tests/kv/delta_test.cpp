@@ -170,6 +170,16 @@ TEST_CASE("ranges: pieces of one layout, applied to those of another") {
   CHECK(delta_encode(input, serial_for).status().code() == Code::invalid_argument);
 }
 
+TEST_CASE("onto a copy of the base, in one go") {
+  const Bytes base = noise(30000, 15), fresh = changed(base, 4, 0.1, 3, 16);
+  const Bytes blob = encode(whole(base, fresh, 4));
+  Bytes target(30000, std::byte{0x33});
+  auto opened = delta_open(blob.data(), static_cast<int64_t>(blob.size()));
+  REQUIRE(opened.is_ok());
+  REQUIRE(delta_apply(*opened, target.data(), {{0, 16000}, {16000, 14000}}, threads_for, base.data()).is_ok());
+  CHECK((target == fresh));
+}
+
 TEST_CASE("a blob that was changed anywhere is noticed, and nothing is written") {
   const Bytes base = noise(20000, 11), fresh = changed(base, 2, 0.05, 2, 12);
   const Bytes blob = encode(whole(base, fresh, 2));

@@ -43,8 +43,9 @@ class TorchMooncakeKVManager(CommonKVManager):
     ``TM_SGLANG_TRANSPORTS`` ("local,shm,tcp"), ``TM_SGLANG_TIMEOUT_S`` (30, for each chunk of a request).
 
     A chunk that cannot be sent fails its request on both sides, with the reason. Layouts are compared before anything
-    is written. An abort cancels what is under way; decode is told when nothing can be written any more
-    (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE).
+    is written. After an abort nothing more is sent. What is under way then is cancelled; with
+    SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE it ends by itself instead, and decode, which keeps the pages that
+    long, is told that nothing can be written any more.
     """
 
     supports_role_switch = True
@@ -237,7 +238,10 @@ class TorchMooncakeKVManager(CommonKVManager):
             self._maybe_ack_drained_abort(abort.room)
 
     def cancel(self, room: int) -> None:
-        """What is under way for a request; its chunk then ends."""
+        """What is under way for a request, unless decode waits for its end: of an op that was cancelled it cannot
+        always be said that none of its bytes arrives later."""
+        if self.enable_deferred_decode_kv_release:
+            return
         with self._ops_lock:
             for op in self._ops.get(room, ()):
                 op.cancel()
@@ -328,15 +332,16 @@ class TorchMooncakeKVManager(CommonKVManager):
         failure: tm.Error | None = None
         try:
             for decoder, move in moves:
+                if not self._active(room):
+                    raise tm.Cancelled("the request has ended")
                 ops.append(decoder.write(self._regions, move))
                 with self._ops_lock:
                     self._ops[room].append(ops[-1])
-                if not self._active(room):
-                    ops[-1].cancel()
+            if not self._active(room):
+                self.cancel(room)
         except tm.Error as error:
             failure = error
-            for op in ops:
-                op.cancel()
+            self.cancel(room)
         for op in ops:
             try:
                 op.wait()

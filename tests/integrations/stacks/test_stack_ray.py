@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from places import ROOT
-from processes import eventually
+from processes import command_line, eventually
 
 from torch_mooncake.integrations import ray as tm_ray
 
@@ -43,6 +43,9 @@ class Sender:
         made["strided"] = torch.arange(24).reshape(4, 6).t()
         made["half"] = torch.ones(7, dtype=torch.bfloat16)
         return made
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def registered(self) -> int:
         from ray.experimental.rdt.util import get_tensor_transport_manager
@@ -97,7 +100,9 @@ def test_a_sender_that_is_killed_is_an_error_and_no_hang(cluster: None):
     sender, receiver = Sender.remote(), Receiver.remote()
     sent = sender.one.remote()
     ray.get(receiver.total.remote(sent), timeout=60)
+    pid = ray.get(sender.pid.remote(), timeout=60)
     ray.kill(sender)
+    assert eventually(lambda: not command_line(pid), timeout=60)  # ray.kill does not wait for its end
     with pytest.raises(ray.exceptions.RayError):
         ray.get(receiver.total.remote(sent), timeout=90)
     other = Receiver.remote()

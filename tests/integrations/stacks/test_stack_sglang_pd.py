@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import eventually
 from sglang_pd import HEADS, PAGE, PAGES, Other, Side, classes, published, recurrent, whole
 
 STACK = ("sglang", "PD managers, senders, receivers and bootstrap server between processes, by its plug-in hook")
@@ -209,7 +210,10 @@ def test_a_decode_that_stands_still(sides: Any, monkeypatch: pytest.MonkeyPatch)
         os.kill(decode.process.pid, signal.SIGCONT)
 
 
-def test_an_abort_of_either_side_is_told_to_the_other(sides: Any):
+@pytest.mark.parametrize("deferred", ["1", "0"])
+def test_an_abort_of_either_side_is_told_to_the_other(sides: Any, deferred: str, monkeypatch: pytest.MonkeyPatch):
+    """Whether decode keeps the pages until prefill says so (SGLang's default) or not."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", deferred)
     prefill, decode = sides()
     for room, aborts in ((1, "prefill"), (2, "decode")):
         prefill("open", room, 2, 0)
@@ -221,25 +225,21 @@ def test_an_abort_of_either_side_is_told_to_the_other(sides: Any):
         assert prefill("wait", room, "Failed") == ["Failed"]
         assert "Aborted" in decode.why(room)[0]
         prefill("why", room)
-    assert prefill("left") == [0]
+    assert eventually(lambda: prefill("left") == [0])
     assert decode.left() == [0]
 
 
-def test_pages_are_released_when_nothing_writes_them_any_more(sides: Any, monkeypatch: pytest.MonkeyPatch):
-    """SGLang's deferred release: an aborted request's pages are free once prefill has said so."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "1")
+def test_pages_are_released_when_nothing_writes_them_any_more(sides: Any):
+    """An aborted request's pages are free once prefill has said so, and what it sends later is dropped."""
     prefill, decode = sides()
     prefill("open", 1, 2, 0)
     decode.open(1, 2, 0, prefill.port, [1, 2])
     prefill("wait", 1, "WaitingForInput")
     prefill("send", 1, [3])
     decode.abort(1)
-    manager = decode.ranks[0].manager
-    from processes import eventually
-
-    assert eventually(lambda: manager.is_abort_release_safe(1, 1), timeout=30)
+    assert eventually(lambda: decode.ranks[0].manager.is_abort_release_safe(1, 1), timeout=30)
     before = [each.clone() for each in decode.tensors("kv")[0]]
-    prefill("send", 1, [4])  # too late: it is dropped
+    prefill("send", 1, [4])
     assert prefill("wait", 1, "Failed") == ["Failed"]
     assert all(torch.equal(a, b) for a, b in zip(before, decode.tensors("kv")[0], strict=True))
 

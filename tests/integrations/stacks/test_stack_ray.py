@@ -24,13 +24,13 @@ def cluster() -> Iterator[None]:
     folders = [ROOT, *(ROOT / "tests" / folder for folder in ("", "integrations", "integrations/stacks"))]
     env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TM_RUNTIME_DIR": "/tmp/tm-ray"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
     tm_ray.register()
     yield
     ray.shutdown()
 
 
-@ray.remote(enable_tensor_transport=True, num_cpus=1)
+@ray.remote(enable_tensor_transport=True, num_cpus=0)
 class Sender:
     @ray.method(tensor_transport="torch_mooncake")
     def one(self) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Sender:
         return int(get_tensor_transport_manager(tm_ray.NAME).engine().stats()["regions"])
 
 
-@ray.remote(enable_tensor_transport=True, num_cpus=1)
+@ray.remote(enable_tensor_transport=True, num_cpus=0)
 class Receiver:
     def total(self, tensor: torch.Tensor) -> float:
         return float(tensor.double().sum())

@@ -275,6 +275,10 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
   int completion_fd() const override { return completion_fd_.get(); }
   void clear_completion_fd() override { drain(ready_fd_.get()); }
   int event_fd() const override { return event_fd_.get(); }
+  bool gone() const override {
+    std::lock_guard lock(mutex_);
+    return dead();
+  }
   std::optional<Event> next_event() override {
     std::lock_guard lock(mutex_);
     if (events_.empty()) {

@@ -93,6 +93,7 @@ void RdmaEndpoint::send_text(const RdmaPartPtr& part, uint64_t lanes, Later& lat
 void RdmaEndpoint::answered(const RdmaPartPtr& part, uint64_t id, const Status& status) {
   Turn turn(*this);
   if (part->over_ || part->stopped_ || part->notify_id_ != id) return;
+  if (part->recalling_ && status.code() == Code::cancelled) return;  // as it has been recalled
   if (!status) return stop(part, status, turn);
   part->answered_ = true;
   part->immediate_due_ = part->recalling_ = false;
@@ -186,8 +187,8 @@ void RdmaEndpoint::on_forget(rpc::Message message, rpc::Responder responder) {
   auto shared = std::make_shared<rpc::Responder>(std::move(responder));
   auto gone = std::make_shared<Incoming>(std::move(forgotten));
   turn.later().add([shared, gone, was_delivered] {
-    if (gone->text) gone->responder.fail({Code::cancelled, "that notification was taken back"});
     shared->ok(ByteWriter().put(static_cast<uint8_t>(was_delivered)).take());
+    if (gone->text) gone->responder.fail({Code::cancelled, "that notification was taken back"});
   });
 }
 

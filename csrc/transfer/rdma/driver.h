@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "common/api.h"
 #include "common/bytes.h"
 #include "common/status.h"
 #include "topology/filter.h"
@@ -121,7 +122,7 @@ class Device {
   virtual bool gone() const { return false; }
 };
 
-class Driver {
+class TM_API Driver {
  public:
   virtual ~Driver() = default;
   // Those that the filter allows and that have a usable port, by name, opened. Unsupported, with the reason in words,

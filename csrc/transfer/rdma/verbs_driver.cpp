@@ -513,9 +513,13 @@ Status VerbsPair::connect(const QueuePairAddress& remote, const Gid& our_gid, co
 
 class VerbsDriver final : public Driver {
  public:
+  explicit VerbsDriver(const Verbs* verbs = nullptr) : verbs_(verbs) {}
   Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter& filter,
                                                             const RdmaOptions& options) override {
-    TM_ASSIGN(auto* verbs, load_verbs());
+    const Verbs* verbs = verbs_;
+    if (!verbs) {
+      TM_ASSIGN(verbs, load_verbs());
+    }
     int n = 0;
     ibv_device** list = verbs->get_device_list(&n);
     if (list == nullptr) return Status(Code::unsupported, failed("no RDMA: ibv_get_device_list", errno).message());
@@ -547,6 +551,9 @@ class VerbsDriver final : public Driver {
     std::sort(out.begin(), out.end(), [](auto& a, auto& b) { return a->info().name < b->info().name; });
     return out;
   }
+
+ private:
+  const Verbs* const verbs_;  // null: the process'
 };
 
 }  // namespace
@@ -555,6 +562,8 @@ std::shared_ptr<Driver> verbs_driver() {
   static auto driver = std::make_shared<VerbsDriver>();
   return driver;
 }
+
+std::shared_ptr<Driver> verbs_driver(const Verbs& verbs) { return std::make_shared<VerbsDriver>(&verbs); }
 
 }  // namespace torch_mooncake::transfer::rdma
 

@@ -115,7 +115,8 @@ Status EngineImpl::open_nics(const NicFilter& filter) {
 
 Status EngineImpl::ensure_nic_keys(RegionImpl& region) {
   return region.ensure_nic_keys([&] {
-    return rdma::RegionKeys::make(*words_, *nic_ranks_, region.data(), region.nbytes(), region.readable(), region.writable());
+    return rdma::RegionKeys::make(*words_, *nic_ranks_, region.data(), region.nbytes(), region.readable(),
+                                  region.writable());
   });
 }
 
@@ -207,8 +208,8 @@ Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions
   TM_TRY(usable());
   bool shm = allows("shm");
   if (!nics_.empty() && !lazy_nics_ && place.kind == MemoryKind::host) {
-    TM_ASSIGN(place.nic_keys,
-              rdma::RegionKeys::make(*words_, *nic_ranks_, place.data, place.nbytes, options.readable, options.writable));
+    TM_ASSIGN(place.nic_keys, rdma::RegionKeys::make(*words_, *nic_ranks_, place.data, place.nbytes, options.readable,
+                                                     options.writable));
   }
   if (!nics_.empty() && place.kind == MemoryKind::cuda) {
     auto& memory = static_cast<CudaMemory&>(*place.backing);

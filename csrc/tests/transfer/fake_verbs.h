@@ -238,7 +238,7 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
   }
   int armings() const { return armings_; }
   void set_numa_node(int node) { numa_node_ = node; }
-  uint64_t immediates() const { return immediates_; }  // that it was given to send
+  uint64_t immediates() const { return immediates_; }             // that it was given to send
   static inline std::function<bool(const void* data)> on_device;  // no memory of this host
   static inline bool peer_memory = false;                         // it is registered by address all the same
   static inline std::function<bool(void* to, const void* from, size_t n)> takes_write;  // a device's memory
@@ -433,13 +433,13 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     auto& remote = Fabric::instance().pairs[pair.mine().peer];
     remote.users++;
     Outcome outcome = Outcome::retries_exceeded;
-    // An immediate comes with the last byte, or not at all. Which of them, a sender that hears of a failure cannot know.
+    // An immediate comes with the last byte, or not at all. Which of them, a sender that hears of a failure cannot
+    // know.
     const bool immediate = request.opcode == Opcode::write_with_immediate;
     const bool whole = planned == Outcome::done || (immediate && ++unknown_fates_ % 2 == 0);
     if (remote.ready == 1 && remote.peer == pair.number_ && !pair.lost_)
       outcome = move_between(remote, queued, whole ? request.nbytes : request.nbytes / 2);
-    if (outcome == Outcome::done && immediate && whole)
-      outcome = deliver(remote, pair.mine().peer, request.immediate);
+    if (outcome == Outcome::done && immediate && whole) outcome = deliver(remote, pair.mine().peer, request.immediate);
     remote.users--;
     return outcome == Outcome::done ? planned : outcome;
   }

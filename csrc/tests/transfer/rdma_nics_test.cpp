@@ -96,7 +96,8 @@ TEST_CASE("the NICs near the memory carry it; the others, when none of those is 
   REQUIRE(eventually([&] { return up() == 4; }));
   fill(near_0.data, kBytes, 1);
   fill(near_1.data, kBytes, 2);
-  auto both = must(a->write({{local_0, 0, remote_0, 0, kBytes}, {local_1, 0, remote_1, 0, kBytes}}, {.deadline = soon()}));
+  auto both =
+      must(a->write({{local_0, 0, remote_0, 0, kBytes}, {local_1, 0, remote_1, 0, kBytes}}, {.deadline = soon()}));
   REQUIRE_OK(both->wait());
   CHECK(mismatch(target_0.data, kBytes, 1) == kBytes);
   CHECK(mismatch(target_1.data, kBytes, 2) == kBytes);

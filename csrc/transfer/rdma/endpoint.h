@@ -80,9 +80,7 @@ class RdmaEndpoint final : public TransportEndpoint {
     uint64_t lanes = 0, wanted_lanes = 0;  // a bit each; none wanted: only the last one counts
     std::optional<std::string> text;
     rpc::Responder responder;
-    bool complete() const {
-      return text && (last || (wanted_lanes != 0 && (lanes & wanted_lanes) == wanted_lanes));
-    }
+    bool complete() const { return text && (last || (wanted_lanes != 0 && (lanes & wanted_lanes) == wanted_lanes)); }
   };
 
   // Lanes.

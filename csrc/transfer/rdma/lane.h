@@ -102,8 +102,8 @@ class RdmaLane final : public Nic::Client, public std::enable_shared_from_this<R
   uint32_t gid_pair_ = 0, gid_pairs_ = 1, gid_pairs_tried_ = 0;
   Gid our_gid_, remote_gid_;
   bool was_up_ = false;
-  SlotPtr landing_;   // of the check
-  int failures_ = 0;  // to connect, since it was last up
+  SlotPtr landing_;              // of the check
+  int failures_ = 0;             // to connect, since it was last up
   bool waits_for_room_ = false;  // there is no queue pair for it now, here or there
   int64_t away_ns_ = 0;          // since when it is not up
   Status last_error_;

@@ -93,8 +93,8 @@ void RdmaEndpoint::make_queue_pair(const RdmaLanePtr& lane) {
   address.encode(request);
   request.put(static_cast<uint32_t>(gids.size()));
   for (auto& gid : gids) gid.encode(request);
-  turn.later().add([this, lane, gids = std::move(gids), peer = peer_.shared_from_this(),
-                    connection = lane->connection_, body = request.take()] {
+  turn.later().add([this, lane, gids = std::move(gids), peer = peer_.shared_from_this(), connection = lane->connection_,
+                    body = request.take()] {
     peer->session()->call(kRdmaConnect, body, Deadline::after_ms(kAnswerMs),
                           [this, lane, gids, peer, connection](Result<rpc::Message> answer) {
                             auto shared = std::make_shared<Result<rpc::Message>>(std::move(answer));

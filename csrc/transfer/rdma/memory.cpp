@@ -29,10 +29,10 @@ Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes, bo
 Result<std::shared_ptr<RegionKeys>> RegionKeys::make(WordTable& words, const NicRanks& ranks, void* data,
                                                      uint64_t nbytes, bool readable, bool writable) {
   auto* bytes = static_cast<std::byte*>(data);
-  TM_ASSIGN(auto keys, make(words, reinterpret_cast<uint64_t>(data), nbytes, true,
-                            [=](Device& device, uint64_t at, uint64_t n) {
-                              return device.register_memory(bytes + at, n, readable, writable);
-                            }));
+  TM_ASSIGN(auto keys,
+            make(words, reinterpret_cast<uint64_t>(data), nbytes, true, [=](Device& device, uint64_t at, uint64_t n) {
+              return device.register_memory(bytes + at, n, readable, writable);
+            }));
   keys->distances_ = ranks.of_host(data, nbytes);
   return keys;
 }
@@ -95,7 +95,7 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::make(WordTable& words, uint64_t 
 
 // One that is gone, or goes meanwhile, is left out.
 Status RegionKeys::register_with(const Nic& nic, uint64_t nbytes, const RegisterChunk& fn) {
-  if (nic.gone()) return {};
+  if (!nic.up() && nic.gone()) return {};  // a device is not asked as long as all is well: that costs a system call
   auto* mine = registrations_.data() + nic.index() * chunks_;
   for (uint64_t at = 0; at < nbytes; at += chunk_nbytes_) {
     const uint64_t n = std::min(chunk_nbytes_, nbytes - at);
@@ -110,18 +110,24 @@ Status RegionKeys::register_with(const Nic& nic, uint64_t nbytes, const Register
   return {};
 }
 
+// In one allocation: regions are many.
 AccessRecord RegionKeys::record() const {
-  ByteWriter out;
+  std::string out;
+  auto put = [&](auto value) { out.append(reinterpret_cast<const char*>(&value), sizeof value); };
   auto& nics = generation_->nics();
-  out.put(address_).put(chunk_nbytes_).put(generation_->address()).put(static_cast<uint8_t>(flush_));
-  out.put(static_cast<uint32_t>(nics.size()));
+  constexpr size_t kFixed = 29, kNic = 13;
+  size_t length = kFixed + sizeof(uint32_t) * registrations_.size();
+  for (auto& nic : nics) length += kNic + nic->info().name.size();
+  out.reserve(length);
+  put(address_), put(chunk_nbytes_), put(generation_->address()), put(static_cast<uint8_t>(flush_));
+  put(static_cast<uint32_t>(nics.size()));
   for (uint32_t i = 0; i < nics.size(); ++i) {
-    out.put(std::string_view(nics[i]->info().name)).put(static_cast<uint8_t>(distances_[i]));
-    out.put(generation_->remote_key(i)).put(static_cast<uint32_t>(has(i) ? chunks_ : 0));
-    for (size_t chunk = 0; has(i) && chunk < chunks_; ++chunk)
-      out.put(registrations_[i * chunks_ + chunk]->remote_key());
+    auto& name = nics[i]->info().name;
+    put(static_cast<uint32_t>(name.size())), out.append(name), put(static_cast<uint8_t>(distances_[i]));
+    put(generation_->remote_key(i)), put(static_cast<uint32_t>(has(i) ? chunks_ : 0));
+    for (size_t chunk = 0; has(i) && chunk < chunks_; ++chunk) put(registrations_[i * chunks_ + chunk]->remote_key());
   }
-  return {AccessKind::rdma, out.take()};
+  return {AccessKind::rdma, std::move(out)};
 }
 
 Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, uint64_t nbytes) {
@@ -137,7 +143,8 @@ Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, u
   const uint64_t chunks = plausible ? nbytes / memory->chunk_nbytes + (nbytes % memory->chunk_nbytes != 0) : 0;
   for (uint32_t i = 0; i < nics && in.ok(); ++i) {
     memory->nics.push_back(in.get_string());
-    memory->distances.push_back(static_cast<Distance>(std::min(in.get<uint8_t>(), static_cast<uint8_t>(Distance::sys))));
+    memory->distances.push_back(
+        static_cast<Distance>(std::min(in.get<uint8_t>(), static_cast<uint8_t>(Distance::sys))));
     memory->generation_keys.push_back(in.get<uint32_t>());
     auto& keys = memory->keys.emplace_back(in.get_count(4));
     for (auto& key : keys) key = in.get<uint32_t>();

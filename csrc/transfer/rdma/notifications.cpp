@@ -82,9 +82,8 @@ void RdmaEndpoint::send_text(const RdmaPartPtr& part, uint64_t lanes, Later& lat
   request.put(part->notify_id_).put(lanes).put(static_cast<uint8_t>(part->flush_there_));
   request.put(std::string_view(part->notify_));
   later.add([this, part, id = part->notify_id_, body = request.take(), peer = peer_.shared_from_this()] {
-    peer->session()->call(kRdmaNotify, body, Deadline::never(), [this, part, id, peer](Result<rpc::Message> answer) {
-      answered(part, id, answer.status());
-    });
+    peer->session()->call(kRdmaNotify, body, Deadline::never(),
+                          [this, part, id, peer](Result<rpc::Message> answer) { answered(part, id, answer.status()); });
   });
 }
 

@@ -70,8 +70,8 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
   const OpImplPtr op_;
   std::vector<RdmaSlice> slices_;
   std::vector<Regions> regions_;
-  std::vector<Check> checks_;  // of a read: posted when its data is there
-  uint64_t nbytes_ = 0, counted_nbytes_ = 0;  // of it; those of them that the op has been told of
+  std::vector<Check> checks_;                      // of a read: posted when its data is there
+  uint64_t nbytes_ = 0, counted_nbytes_ = 0;       // of it; those of them that the op has been told of
   bool flush_here_ = false, flush_there_ = false;  // device memory is written, which its owner flushes at the end
   bool flushing_ = false, checking_ = false;
 

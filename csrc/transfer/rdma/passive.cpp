@@ -27,8 +27,9 @@ std::string no_gids_in_common(const std::string& nic, std::span<const Gid> ours,
 void RdmaEndpoint::on_connect(rpc::Message message, rpc::Responder responder) {
   auto shared = std::make_shared<rpc::Responder>(std::move(responder));
   const auto connection = ByteReader(message.body).get<uint64_t>();
-  peer_.engine().repair(connection).post(
-      [this, peer = peer_.shared_from_this(), body = std::move(message.body), shared] {
+  peer_.engine()
+      .repair(connection)
+      .post([this, peer = peer_.shared_from_this(), body = std::move(message.body), shared] {
         Later later(peer->engine());
         auto made = accept(body, later);
         made ? shared->ok(std::move(*made)) : shared->fail(made.status());

@@ -186,8 +186,8 @@ void RdmaEndpoint::go_by(StreamEndpoint& stream, const RdmaPartPtr& part, const 
   if (!stopped) {
     static log::Once once(1000);
     if (uint64_t n = once.pass())
-      log::warning("transfer", lost.with(n > 1 ? std::to_string(n) + " ops go over TCP" : "an op goes over TCP")
-                                   .to_string());
+      log::warning("transfer",
+                   lost.with(n > 1 ? std::to_string(n) + " ops go over TCP" : "an op goes over TCP").to_string());
     peer_.engine().metrics().failover();
     const uint64_t done = write ? part->nbytes_ - left : 0;
     // What RDMA has read is read again.

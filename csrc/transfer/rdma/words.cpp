@@ -38,7 +38,7 @@ Result<SlotPtr> WordTable::take() {
     auto page = std::make_unique<Page>(static_cast<std::byte*>(data), kBytes);
     for (auto& nic : nics_) {
       page->by_nic.push_back(nullptr);
-      if (nic->gone()) continue;
+      if (!nic->up() && nic->gone()) continue;
       auto registration = nic->device().register_memory(data, kBytes, true, false);
       if (!registration && !nic->gone()) return registration.status().with(nic->info().name);
       if (registration) page->by_nic.back() = std::move(*registration);

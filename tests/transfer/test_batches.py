@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import eventually
+from verbs import VERBS, nics
 
 import torch_mooncake as tm
 from torch_mooncake import aio
@@ -26,8 +27,8 @@ class Pair:
     """Two engines of this process."""
 
     def __init__(self, transports: tuple[str, ...], **options: Any) -> None:
-        self.a = tm.Engine(transports=transports, name="a", **options)
-        self.b = tm.Engine(transports=transports, name="b")
+        self.a = tm.Engine(transports=transports, name="a", nics=nics(0), **options)
+        self.b = tm.Engine(transports=transports, name="b", nics=nics(1))
         self.peer = self.a.connect(self.b.addresses[0])
 
     def open(self, memory: Any, **options: Any) -> tm.RemoteRegion:
@@ -38,7 +39,7 @@ class Pair:
         self.b.close()
 
 
-@pytest.fixture(params=["local", "shm", "tcp"])
+@pytest.fixture(params=["rdma"] if VERBS else ["local", "shm", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair((request.param,))
     yield pair

@@ -1,5 +1,5 @@
-// doctest's main, which also fails when a filter of test cases (-tc=A,B) names what is not there: doctest alone is content
-// with a run of nothing.
+// doctest's main, which also fails when a filter of test cases (-tc=A,B) names what is not there: doctest alone is
+// content with a run of nothing.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 #include <fnmatch.h>

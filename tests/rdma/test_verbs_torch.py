@@ -1,4 +1,4 @@
-"""Real verbs below everything above the transport: pool, weights, KV sessions, the "mooncake" backend on two "hosts"."""
+"""Real verbs below all that stands on the transport: pool, weights, KV sessions, the backend, on two "hosts"."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ enum class Way {
 // In the virtual machine of tests/rdma/vm: libibverbs and four devices of Soft-RoCE, two rails, instead of the fake.
 inline bool real_verbs() { return getenv("TM_TEST_VERBS") != nullptr; }
 
-// Each test of what all ways promise runs once for each; for RDMA alone in that machine, and if TM_TEST_RDMA asks for it.
+// Each test of what all ways promise runs once for each; for RDMA alone in that machine, and if TM_TEST_RDMA asks for
+// it.
 inline std::vector<Way> ways(std::initializer_list<Way> all) {
   return real_verbs() || getenv("TM_TEST_RDMA") ? std::vector<Way>{Way::rdma} : std::vector<Way>(all);
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -62,12 +61,12 @@ def test_pool_weights_kv_session_and_collectives_over_rdma(
             monkeypatch.setenv("TM_TRANSPORTS", "local,shm,rdma")
             before = payload_on_the_rails()
             ranks = [torch_ranks.start(rank, tmp_path, pool_env.pool) for rank in range(torch_ranks.WORLD)]
-            try:
-                statuses = [wait(pid, timeout=200) for pid in ranks]
-            finally:
-                for pid in ranks:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            statuses = []
+            for pid in ranks:
+                statuses.append(wait(pid, timeout=100))
+                if statuses[-1] is None:
+                    os.kill(pid, signal.SIGABRT)  # it writes where it is into its log
+                    wait(pid, timeout=10)
             said = [(tmp_path / f"{rank}.log").read_text() for rank in range(torch_ranks.WORLD)]
             assert statuses == [0, 0], "\n".join(said)
             for log in said:

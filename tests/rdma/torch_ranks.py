@@ -131,7 +131,7 @@ def start(rank: int, folder: Path, name: str) -> int:
         log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for fd in (1, 2):
             os.dup2(log, fd)
-        faulthandler.dump_traceback_later(150, file=log)  # where it is, if it hangs
+        faulthandler.enable(file=log)  # where it is, when it is aborted
         main(rank, folder, name, log)
         status = 0
     except BaseException:

@@ -1,6 +1,7 @@
 """Who takes part in the direct transfer of a name's weights, and how others find them: small objects in the pool.
 
-weights.direct/<name>/member/<uid>   a process: its engine, its memory, its manifest
+weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
+weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
 weights.direct/<name>/go             the version that the trainer ranks may begin with, and those still being read
 weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
@@ -10,8 +11,10 @@ weights.direct/<name>/head           the current version, its sources and its ta
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ from torch_mooncake.transfer import Engine, Op, Peer, RemoteRegion
 from torch_mooncake.weights.arena import Arena, Memory
 from torch_mooncake.weights.board import (
     AREA,
+    BLOBS,
     COMPLETE,
     HEADER,
     MAX_SLOTS,
@@ -41,6 +45,8 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
+# Of this process, by the hash of their text, while somebody has them.
+_MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +89,6 @@ class Member:
             "record": self.record.encode(),
             "slots": [list(slot) for slot in self.slots],
             "board": self.board,
-            "manifest": self.manifest.to_json(),
             "offsets": self.offsets.astype("<i8").tobytes(),
             "bases": self.bases.astype("<i8").tobytes(),
             "place": list(self.place),
@@ -94,10 +99,9 @@ class Member:
         }
 
     @classmethod
-    def from_value(cls, value: dict[str, Any]) -> Member:
-        """Corrupt as ``Manifest.from_json``."""
+    def from_value(cls, value: dict[str, Any], manifest: Manifest) -> Member:
         record = discovery.Record.decode(value["record"])
-        place, manifest = Place(*value["place"]), Manifest.from_json(value["manifest"])
+        place = Place(*value["place"])
         offsets, bases = (np.frombuffer(value[key], "<i8").astype(np.int64) for key in ("offsets", "bases"))
         slots = tuple(tuple(slot) for slot in value["slots"])
         return cls(
@@ -116,6 +120,8 @@ class Head:
     targets: tuple[str, ...]
     subset: bool
     verify: bool = False  # chunks have checksums
+    base: int = 0  # the version that blobs of what changed are made against; 0: there are none
+    everywhere: bool = False  # blobs are for nodes of one host, too
 
     def to_value(self) -> dict[str, Any]:
         return {**self.__dict__, "sources": list(self.sources), "targets": list(self.targets)}
@@ -123,7 +129,8 @@ class Head:
     @classmethod
     def from_value(cls, value: dict[str, Any]) -> Head:
         sources, targets = tuple(value["sources"]), tuple(value["targets"])
-        return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"])
+        return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"],
+                   value["base"], value["everywhere"])  # fmt: skip
 
 
 class Room:
@@ -136,7 +143,12 @@ class Room:
         self._known: dict[str, Member] = {}
 
     def enter(self, member: Member, *, target: bool) -> None:
-        self._pool.put(f"{self._prefix}/member/{member.uid}", member.to_value())
+        text = member.manifest.to_json()
+        layout = hashlib.sha256(text).hexdigest()
+        if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
+            self._pool.put(f"{self._prefix}/layout/{layout}", text)
+        self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+        self._known[member.uid] = member
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 
@@ -162,14 +174,24 @@ class Room:
         prefix = f"{self._prefix}/target/"
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
+    def members(self, uids: Sequence[str]) -> list[Member | None]:
+        """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
+        unknown = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
+        for uid, value in zip(unknown, values, strict=True):
+            if value is not None:
+                self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
+        return [self._known.get(uid) for uid in uids]
+
     def member(self, uid: str) -> Member | None:
         """None: it has left."""
-        if uid not in self._known:
-            value = self._pool.get(f"{self._prefix}/member/{uid}", default=None)
-            if value is None:
-                return None
-            self._known[uid] = Member.from_value(value)
-        return self._known[uid]
+        return self.members([uid])[0]
+
+    def _manifest(self, layout: str) -> Manifest:
+        found = _MANIFESTS.get(layout)
+        if found is None:
+            found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
+        return found
 
     def forget(self, uids: Sequence[str]) -> None:
         """Keep what is known of these only."""
@@ -209,6 +231,7 @@ class Link:
     words: Ints  # [MAX_SLOTS, HEADER]; where its board is read to
     region: Region  # of those
     slots: dict[int, tuple[RemoteRegion, ...]] = field(default_factory=dict)
+    blobs: dict[int, RemoteRegion] = field(default_factory=dict)
 
 
 class Links:
@@ -237,6 +260,13 @@ class Links:
             descriptors = member.slots[slot] if slot < len(member.slots) else (self.area(member, slot, SLOT_MEMORY),)
             link.slots[slot] = tuple(link.peer.open(descriptor, _DIAL_S) for descriptor in descriptors)
         return link.slots[slot]
+
+    def blobs(self, member: Member, slot: int) -> RemoteRegion:
+        """What lies beside one of its slots. KeyNotFound if nothing does."""
+        link = self.open(member)
+        if slot not in link.blobs:
+            link.blobs[slot] = link.peer.open(self.area(member, slot, BLOBS), _DIAL_S)
+        return link.blobs[slot]
 
     def area(self, member: Member, slot: int, kind: int) -> bytes:
         """A descriptor from the member's board. KeyNotFound if there is none."""

@@ -124,7 +124,7 @@ $(INTEGRATIONS)/ready: requirements-integrations.txt | $(PY)
 	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on \
 	  -r requirements-integrations.txt
 	$(INTEGRATIONS)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-deps \
-	  lmcache==0.5.6 lmdeploy==0.18.0 sglang==0.5.23
+	  checkpoint-engine==0.4.2 lmcache==0.5.6 lmdeploy==0.18.0 sglang==0.5.23
 	touch $@
 
 VLLM := .venv-vllm

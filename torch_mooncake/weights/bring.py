@@ -13,7 +13,6 @@ from torch_mooncake.weights.board import VERSION
 from torch_mooncake.weights.delta import Area, Taker
 from torch_mooncake.weights.fetch import Fetch, Progress, Superseded, Wiring
 from torch_mooncake.weights.members import Head, Links, Member, Room
-from torch_mooncake.weights.plan import Planner
 from torch_mooncake.weights.ranges import Addresses, names_of
 from torch_mooncake.weights.shards import listed
 from torch_mooncake.weights.staging import Staging
@@ -62,12 +61,12 @@ class Bringer:
         self._engine, self._room, self._member, self._memory = engine, room, member, memory
         self._patience_s, self._staging = patience_s, staging
         self._mine = Addresses(memory.manifest, memory.offsets, staged)
-        self._planner = Planner()
         self._wired: Wiring | None = None
         self._names: frozenset[str] = frozenset()
 
     def wire(self, head: Head) -> tuple[Wiring, bool]:
         """(who sends what, whether there are checksums). LayoutMismatch; NobodyHasIt."""
+        self._room.members((*head.sources, *head.targets))  # at once
         sources = [self.found(uid) for uid in head.sources]
         targets = [member for uid in head.targets if (member := self.found(uid)) is None or member.relays]
         known = [member for member in (*sources, *targets) if member is not None]
@@ -136,7 +135,7 @@ class Bringer:
         return None
 
     def _wiring(self, members: Sequence[Member], sources: int, head: Head, me: int, *, behind: bool = False) -> Wiring:
-        plan = planned(self._planner, members[:sources], members[sources:], head.subset)
+        plan = planned(members[:sources], members[sources:], head.subset)
         wired = self._wired
         key = plan.digest, me, behind, [member.uid for member in members]
         if wired is None or key != (wired.plan.digest, wired.me, wired.behind, [m.uid for m in wired.members]):

@@ -162,12 +162,11 @@ def _with_local(runs: sharding.Runs) -> Iterator[tuple[int, int, int]]:
 def _doubled(manifest: Manifest) -> list[str]:
     """Wholes of which two pieces hold the same element."""
     by_whole: dict[int, list[int]] = {}
-    for row, whole in enumerate(manifest.whole.tolist()):
-        by_whole.setdefault(whole, []).append(row)
+    several = np.bincount(manifest.whole) > 1 if len(manifest.whole) else np.empty(0, np.bool_)
+    for row in np.flatnonzero(several[manifest.whole]).tolist():
+        by_whole.setdefault(int(manifest.whole[row]), []).append(row)
     found = []
     for whole, rows in by_whole.items():
-        if len(rows) == 1:
-            continue
         start, end = manifest.start[rows], manifest.start[rows] + manifest.size[rows]
         for i in range(1, len(rows)):
             meet = (np.maximum(start[:i], start[i]) < np.minimum(end[:i], end[i])).all(axis=1)

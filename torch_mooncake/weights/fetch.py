@@ -46,6 +46,7 @@ class Progress:
     began: bool = False  # something was asked for, and may have been written
     full_nbytes: int = 0  # that were read as they are, by now
     delta_nbytes: int = 0  # of blobs that were read in the place of others
+    bytes_looked: int = 0  # of other nodes' boards, once it has ended
 
     @property
     def eta_s(self) -> float | None:
@@ -421,6 +422,7 @@ class Fetch:
 
     def _close(self, upstream: Upstream) -> None:
         upstream.close()
+        self.progress.bytes_looked += upstream.looked
         for _, _, _, block in upstream.reads:
             if block is not None and self._staging is not None:
                 self._staging.give_back(block)

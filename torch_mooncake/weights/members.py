@@ -1,6 +1,7 @@
 """Who takes part in the direct transfer of a name's weights, and how others find them: small objects in the pool.
 
-weights.direct/<name>/member/<uid>   a process: its engine, its memory, its manifest
+weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
+weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
 weights.direct/<name>/go             the version that the trainer ranks may begin with, and those still being read
 weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
@@ -10,8 +11,10 @@ weights.direct/<name>/head           the current version, its sources and its ta
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +45,8 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
+# Of this process, by the hash of their text, while somebody has them.
+_MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +89,6 @@ class Member:
             "record": self.record.encode(),
             "slots": [list(slot) for slot in self.slots],
             "board": self.board,
-            "manifest": self.manifest.to_json(),
             "offsets": self.offsets.astype("<i8").tobytes(),
             "bases": self.bases.astype("<i8").tobytes(),
             "place": list(self.place),
@@ -95,10 +99,9 @@ class Member:
         }
 
     @classmethod
-    def from_value(cls, value: dict[str, Any]) -> Member:
-        """Corrupt as ``Manifest.from_json``."""
+    def from_value(cls, value: dict[str, Any], manifest: Manifest) -> Member:
         record = discovery.Record.decode(value["record"])
-        place, manifest = Place(*value["place"]), Manifest.from_json(value["manifest"])
+        place = Place(*value["place"])
         offsets, bases = (np.frombuffer(value[key], "<i8").astype(np.int64) for key in ("offsets", "bases"))
         slots = tuple(tuple(slot) for slot in value["slots"])
         return cls(
@@ -140,7 +143,12 @@ class Room:
         self._known: dict[str, Member] = {}
 
     def enter(self, member: Member, *, target: bool) -> None:
-        self._pool.put(f"{self._prefix}/member/{member.uid}", member.to_value())
+        text = member.manifest.to_json()
+        layout = hashlib.sha256(text).hexdigest()
+        if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
+            self._pool.put(f"{self._prefix}/layout/{layout}", text)
+        self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+        self._known[member.uid] = member
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 
@@ -166,14 +174,24 @@ class Room:
         prefix = f"{self._prefix}/target/"
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
+    def members(self, uids: Sequence[str]) -> list[Member | None]:
+        """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
+        unknown = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
+        for uid, value in zip(unknown, values, strict=True):
+            if value is not None:
+                self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
+        return [self._known.get(uid) for uid in uids]
+
     def member(self, uid: str) -> Member | None:
         """None: it has left."""
-        if uid not in self._known:
-            value = self._pool.get(f"{self._prefix}/member/{uid}", default=None)
-            if value is None:
-                return None
-            self._known[uid] = Member.from_value(value)
-        return self._known[uid]
+        return self.members([uid])[0]
+
+    def _manifest(self, layout: str) -> Manifest:
+        found = _MANIFESTS.get(layout)
+        if found is None:
+            found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
+        return found
 
     def forget(self, uids: Sequence[str]) -> None:
         """Keep what is known of these only."""

@@ -9,20 +9,21 @@ from typing import Any, Literal
 import torch
 
 import torch_mooncake
-from torch_mooncake import sharding
 from torch_mooncake.errors import Busy, DeadlineExceeded, InvalidArgument, LayoutMismatch
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Arena, OwnTensors
-from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.atoms import fitting
 from torch_mooncake.weights.delta import Area, Maker
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress
+from torch_mooncake.weights.files import Checkpoint, Share
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
-from torch_mooncake.weights.quantise import copy_in, quantised_locals
+from torch_mooncake.weights.quantise import Quantised, copy_in, quantised_locals
+from torch_mooncake.weights.sources import Source, local_tensors
 from torch_mooncake.weights.sums import Sums
 from torch_mooncake.weights.watch import Watch
 
@@ -30,14 +31,18 @@ _VIEWED_S = 0.05  # for viewers of the slot that is next; then there is one more
 _LOOK_AGAIN_S = 0.001
 _RANKS_S = 5.0  # what the other ranks give rank 0 beyond its own patience
 
+_WAIT_S = 5.0  # for the head at a time
+
 
 class Publisher:
     """One trainer rank's part of the weights called ``name``. All ranks make one and call ``publish`` in step.
 
-    ``layout``: as for ``describe``. ``rank`` and ``world``: of the trainers; all ranks' tensors together are the
-    weights. ``subset``: subscribers may have more tensors than these (adapters). ``engine``: what others read from, to
-    be reached by all subscribers; by default one of its own, which processes of this host reach. ``place``: this
-    host, and which of its NICs carries this rank. ``pool``: where they meet; by default the process's own pool.
+    ``source``: a model or a state dict, whose tensors are published as they are at that moment; a ``Checkpoint``, of
+    which each rank reads a part; a ``Stream``. ``layout``: as for ``describe``, for the first two. ``rank`` and
+    ``world``: of the trainers; all ranks' tensors together are the weights. ``subset``: subscribers may have more
+    tensors than these (adapters). ``engine``: what others read from, to be reached by all subscribers; by default one
+    of its own, which processes of this host reach. ``place``: this host, and which of its NICs carries this rank.
+    ``pool``: where they meet; by default the process's own pool.
 
     Tensors that ``layout.quantise`` names travel in 8 bits, quantised while they are copied.
 
@@ -54,7 +59,7 @@ class Publisher:
     def __init__(
         self,
         name: str,
-        model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor],
+        source: torch.nn.Module | Mapping[str, torch.Tensor] | Checkpoint | Source,
         *,
         layout: Layout | None = None,
         rank: int = 0,
@@ -70,14 +75,24 @@ class Publisher:
         if not 0 <= rank < world:
             raise InvalidArgument(f"rank {rank} of {world}")
         self._room = Room(name, torch_mooncake if pool is None else pool)
-        self._model, self._rank, self._world, self._subset = model_or_state_dict, rank, world, subset
+        self._rank, self._world, self._subset = rank, world, subset
         self._verify, self._patience_s = verify, patience_s
-        tensors, here = tensors_of(model_or_state_dict), local_tensors(model_or_state_dict)
-        staged = not_in_place(here, layout)
-        self._quantised = quantised_locals(tensors, layout)
+        here: dict[str, torch.Tensor] = {}
+        self.source: Source | None = None  # else ``_model``'s tensors
+        staged: frozenset[str] = frozenset()
+        self._quantised: dict[str, Quantised] = {}
+        if isinstance(source, (Checkpoint, Source)):
+            if layout is not None or in_place:
+                raise InvalidArgument("layout and in_place are for the tensors of a model or state dict")
+            self.source = Share(source, rank, world) if isinstance(source, Checkpoint) else source
+            manifest = self.source.manifest
+        else:
+            self._model = source
+            tensors, here = tensors_of(source), local_tensors(source)
+            self._quantised = quantised_locals(tensors, layout)
+            staged = not_in_place(here, layout) | self._quantised.keys()
+            manifest = described(tensors, layout, packed=staged if in_place else True)
         self._made = frozenset(each.scales for each in self._quantised.values())
-        staged |= self._quantised.keys()
-        manifest = described(tensors, layout, packed=staged if in_place else True)
         self._own_engine = engine is None
         self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
         self._own = OwnTensors(self._engine, manifest, here, sorted(staged | self._made)) if in_place else None
@@ -98,15 +113,22 @@ class Publisher:
         self._room.enter(self._member, target=False)
 
     def publish(
-        self, *, step: int | None = None, mode: Literal["auto", "full", "delta"] = "auto", timeout: float = 120
+        self,
+        *,
+        step: int | None = None,
+        mode: Literal["auto", "full", "delta"] = "auto",
+        timeout: float = 120,
+        source: Checkpoint | None = None,
     ) -> Published:
         """Makes the tensors as they are now the current version, and returns when it is: when all ranks have theirs
         ready. It waits for no subscriber, unless versions follow each other faster than they are read: then for those
-        that are reading, while they make progress, so that all get some.
+        that are reading, while they make progress, so that all get some. ``source``: from now on another checkpoint,
+        with the same tensors.
 
         DeadlineExceeded: not all ranks came within ``timeout`` seconds; the version before stays the current one.
         LayoutMismatch: a tensor has not the shape any more that it was made with, or lies elsewhere (``in_place``).
-        Busy: the version before was not fenced (``in_place``), or all slots are being viewed.
+        Busy: the version before was not fenced (``in_place``), or all slots are being viewed. Corrupt, IoError: the
+        files of a checkpoint are not what they were when it was described.
 
         ``mode``, as rank 0 says: "full" sends all bytes. With "auto" a thread of this process finds what has changed
         since the version before, and that goes over networks in the place of what it is much less than: to subscribers
@@ -119,7 +141,11 @@ class Publisher:
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
         version = self.version + 1
-        here = self._checked()
+        if source is not None:
+            if not isinstance(self.source, Share):
+                raise InvalidArgument("only a publisher of a checkpoint publishes another one")
+            self.source = self.source.renewed(source)
+        here: dict[str, torch.Tensor] = self._checked() if self.source is None else {}
         if self._own is not None and self._own.board.version(0) > 0:
             raise Busy(f"version {self.version} can still be read: fence() before the tensors are written")
         targets = self._live_targets() if self._rank == 0 else []
@@ -127,6 +153,8 @@ class Publisher:
         self._sums.begin(slot)
         if self._own is not None:
             copy_in(self._own.copies, here, self._quantised)
+        elif self._arena is not None and self.source is not None:
+            self.source.fill(self._engine, self._arena, slot)
         elif self._arena is not None:
             views = self._arena.views(slot)
             copy_in(views, here, self._quantised)
@@ -207,8 +235,8 @@ class Publisher:
     def _live_targets(self) -> list[Member]:
         """Those that are there."""
         found = []
-        for uid in self._room.targets():
-            member = self._room.member(uid)
+        uids = self._room.targets()
+        for uid, member in zip(uids, self._room.members(uids), strict=True):
             if member is None:
                 continue
             alive = self._links.alive(member)
@@ -234,10 +262,11 @@ class Publisher:
                 raise DeadlineExceeded(f"rank {rank} did not publish version {version} within {timeout} s")
             else:
                 time.sleep(_LOOK_AGAIN_S)
-        fitting = [member for member in targets if self._wants(member, sources)]
-        hosts = {member.place.host for member in (*sources, *fitting)}
+        self._judge(targets, sources)
+        takers = [member for member in targets if self._fits[member.uid]]
+        hosts = {member.place.host for member in (*sources, *takers)}
         head = Head(
-            version, step, tuple(member.uid for member in sources), tuple(member.uid for member in fitting),
+            version, step, tuple(member.uid for member in sources), tuple(member.uid for member in takers),
             self._subset, len(hosts) > 1 if self._verify is None else self._verify,
             self.version if self._delta(mode, len(hosts)) else 0, mode == "delta",
         )  # fmt: skip
@@ -256,22 +285,20 @@ class Publisher:
         found by now; 0 if it is not sent so."""
         return 0 if self._maker is None else self._maker.nbytes(self.version)
 
-    def _wants(self, member: Member, sources: list[Member]) -> bool:
-        """Whether a target can take these weights. Who cannot is told so when it tries by itself."""
-        if member.uid not in self._fits:
-            try:
-                manifests = [source.manifest for source in sources]
-                compare(manifests, [member.manifest], subset=self._subset, partial=member.part)
-                self._fits[member.uid] = True
-            except LayoutMismatch:
-                self._fits[member.uid] = False
-        return self._fits[member.uid]
+    def _judge(self, targets: list[Member], sources: list[Member]) -> None:
+        """Which of them can take these weights. Who cannot is told so when it tries by itself."""
+        for part in (False, True):
+            some = [member for member in targets if member.part == part and member.uid not in self._fits]
+            manifests = [member.manifest for member in some]
+            fits = fitting([source.manifest for source in sources], manifests, subset=self._subset, partial=part)
+            self._fits.update(zip((member.uid for member in some), fits, strict=True))
 
     def _await_flip(self, version: int, deadline: float, timeout: float) -> Head:
+        seen = None
         while (head := self._room.head()) is None or head.version < version:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"rank 0 did not publish version {version} within {timeout} s")
-            time.sleep(_LOOK_AGAIN_S)
+            seen = self._room.await_head(seen, max(0.0, min(deadline - time.monotonic(), _WAIT_S))) or seen
         return head
 
     # --- after the flip ---
@@ -317,7 +344,8 @@ class Publisher:
 
     def _targets(self) -> dict[str, Member | None]:
         head = self._room.head()
-        return {uid: self._room.member(uid) for uid in (head.targets if head is not None else ())}
+        uids = head.targets if head is not None else ()
+        return dict(zip(uids, self._room.members(uids), strict=True))
 
     def delivered(self) -> dict[str, bool]:
         """Of the targets of the current version: whether each has all of it. Those that are gone have not."""
@@ -350,15 +378,6 @@ class Publisher:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def local_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of this process's memory, by name: of a DTensor, its local shard."""
-    found = tensors_of(model_or_state_dict)
-    return {
-        name: tensor.to_local() if sharding.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        for name, tensor in found.items()
-    }
 
 
 def not_in_place(here: Mapping[str, torch.Tensor], layout: Layout | None) -> frozenset[str]:

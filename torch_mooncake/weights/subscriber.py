@@ -34,8 +34,9 @@ from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
-from torch_mooncake.weights.publisher import local_tensors, not_in_place
+from torch_mooncake.weights.publisher import not_in_place
 from torch_mooncake.weights.shards import Local, Manifest
+from torch_mooncake.weights.sources import local_tensors
 from torch_mooncake.weights.staging import Staging
 from torch_mooncake.weights.subscribe import Update
 from torch_mooncake.weights.views import Viewer

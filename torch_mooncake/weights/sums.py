@@ -15,17 +15,17 @@ from torch_mooncake.weights.board import MAX_CHUNKS, NO_PLAN
 from torch_mooncake.weights.delta import Maker, itemsizes
 from torch_mooncake.weights.fetch import tag_of
 from torch_mooncake.weights.members import Head, Member, Room
-from torch_mooncake.weights.plan import Plan, Planner
+from torch_mooncake.weights.plan import PLANNER, Plan
 from torch_mooncake.weights.ranges import Addresses, Chunks, names_of
 from torch_mooncake.weights.shards import Ints
 
 
-def planned(planner: Planner, sources: Sequence[Member], targets: Sequence[Member], subset: bool) -> Plan:
+def planned(sources: Sequence[Member], targets: Sequence[Member], subset: bool) -> Plan:
     """The plan that all members make."""
     manifests = [member.manifest for member in (*sources, *targets)]
     places = [member.place for member in (*sources, *targets)]
     partial = any(member.part for member in targets)
-    return planner.plan(manifests[: len(sources)], manifests[len(sources) :], places, subset=subset, partial=partial)
+    return PLANNER.plan(manifests[: len(sources)], manifests[len(sources) :], places, subset=subset, partial=partial)
 
 
 class Sums:
@@ -35,7 +35,6 @@ class Sums:
         self._maker = maker
         self._room, self._memory, self._me = room, memory, me
         self._lock = threading.Lock()  # of the board's words
-        self._planner = Planner()
         self._chunks: list[tuple[int, np.ndarray, np.ndarray, int]] = []  # (number, addresses, lengths, element size)
         self._chunks_of = ""
         self._queue: queue.SimpleQueue[tuple[int, Head] | None] = queue.SimpleQueue()
@@ -67,7 +66,7 @@ class Sums:
             self._error = error
 
     def _make(self, slot: int, head: Head) -> None:
-        members = [self._room.member(uid) for uid in (*head.sources, *head.targets)]
+        members = self._room.members((*head.sources, *head.targets))
         known = [member for member in members if member is not None and (member.relays or member.uid in head.sources)]
         board = self._memory.board
         # Of somebody who has left it is not known what it had: then there is no plan, and are no checksums.
@@ -105,7 +104,7 @@ class Sums:
             return still()
 
     def _wire(self, members: Sequence[Member], sources: int, subset: bool) -> int:
-        plan = planned(self._planner, members[:sources], members[sources:], subset)
+        plan = planned(members[:sources], members[sources:], subset)
         if plan.digest != self._chunks_of:
             me = next(i for i, member in enumerate(members) if member.uid == self._me)
             names = names_of(plan, [member.manifest for member in members[:sources]])

@@ -97,6 +97,7 @@ class Upstream:
         self.unproven: list[tuple[Route, int]] = []  # chunks that were read since the last look at the board
         self.inflight = 0
         self.taken = 0  # bytes
+        self.looked = 0  # bytes of its board that were asked for
         self.began = 0.0  # when the first chunk was asked for
         self.last_news = time.monotonic()
         self._engine, self._tag, self._verify = engine, tag, verify
@@ -132,6 +133,7 @@ class Upstream:
         there += [blob_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk, _ in self._worded]
         sizes += [8 * count for _, _, count in self._worded]
         here = np.concatenate([[0], np.cumsum(sizes)])
+        self.looked += int(here[-1])
         if len(self._words) * 8 < here[-1]:
             self._engine.deregister(self._region)
             self._words = np.zeros(int(here[-1]) // 8, np.int64)

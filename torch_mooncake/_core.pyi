@@ -31,6 +31,11 @@ class Mapped:
 def crc32c(address: int, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
     """CRC-32C of byte ranges of this process' memory, one after another."""
 
+def copy_ranges(targets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sources: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+    """
+    Copies byte ranges of this process' memory, by all copy threads; none overlap.
+    """
+
 class Pinned:
     """A buffer of Python's, held in place."""
 

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 
 #include "common/crc32c.h"
+#include "memory/copy.h"
 
 namespace torch_mooncake::python {
 
@@ -18,6 +19,18 @@ uint32_t crc32c_of(uint64_t address, Ranges offsets, Ranges sizes) {
       crc = crc32c(reinterpret_cast<const std::byte*>(address) + offsets.data()[i],
                    static_cast<size_t>(sizes.data()[i]), crc);
     return crc;
+  });
+}
+
+void copy_ranges(Ranges targets, Ranges sources, Ranges sizes) {
+  if (targets.size() != sizes.size() || sources.size() != sizes.size())
+    raise({Code::invalid_argument, "as many sizes as addresses are needed"});
+  without_gil([&] {
+    std::vector<CopyPiece> pieces(sizes.size());
+    for (size_t i = 0; i < pieces.size(); ++i)
+      pieces[i] = {reinterpret_cast<void*>(targets.data()[i]), reinterpret_cast<const void*>(sources.data()[i]),
+                   static_cast<size_t>(sizes.data()[i])};
+    CopyPool::shared().copy(pieces);
   });
 }
 
@@ -58,6 +71,9 @@ void bind_memory(nb::module_& m) {
 
   m.def("crc32c", &crc32c_of, "CRC-32C of byte ranges of this process' memory, one after another.", nb::arg("address"),
         nb::arg("offsets"), nb::arg("sizes"));
+
+  m.def("copy_ranges", &copy_ranges, "Copies byte ranges of this process' memory, by all copy threads; none overlap.",
+        nb::arg("targets"), nb::arg("sources"), nb::arg("sizes"));
 
   nb::class_<Pinned>(m, "Pinned", "A buffer of Python's, held in place.")
       .def(nb::init<nb::handle, bool>(), nb::arg("buffer"), nb::arg("writable") = true)

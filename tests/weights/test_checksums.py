@@ -18,7 +18,7 @@ NBYTES = COUNT * SIZE * 4
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {f"w{i}": torch.full((SIZE,), value) for i in range(COUNT)}
+    return {f"w{i}": torch.full((SIZE,), float(value)) for i in range(COUNT)}
 
 
 def uniform(of: dict[str, torch.Tensor], value: float) -> bool:
@@ -51,21 +51,15 @@ def publish(publisher: Publisher, mine: dict[str, torch.Tensor], step: int) -> N
     publisher.publish(step=step)
 
 
-@pytest.mark.parametrize("flip", ["copy", "direct"])
+@pytest.mark.parametrize("flip", ["copy", pytest.param("direct", marks=pytest.mark.slow)])
 def test_a_relay_whose_memory_changed_is_passed_over(opened, trainer, flip: str):
     engine, publisher, mine = trainer
-    relay, last = Worker(opened, "w0"), Worker(opened, "w1", rate=16 << 20, flip=flip)
+    relay, last = Worker(opened, "w0"), Worker(opened, "w1", rate=8 << 20, flip=flip)
     sent = engine.stats()["bytes_sent"].get("tcp", 0)
     publish(publisher, mine, 1)
-    if flip == "copy":
-        assert relay.subscriber.update(timeout=60).step == 1
-        slot = slot_with(relay.subscriber, 1)
-        relay.subscriber._arena.views(slot)["w3"][-1000:] = 5
-        assert last.subscriber.update(timeout=60).step == 1
-    else:  # nothing has been asked for before the relay's memory is wrong
-        assert relay.subscriber.update(timeout=60).step == 1
-        relay.subscriber._arena.views(slot_with(relay.subscriber, 1))["w3"][-1000:] = 5
-        assert last.subscriber.update(timeout=60).step == 1
+    assert relay.subscriber.update(timeout=60).step == 1
+    relay.subscriber._arena.views(slot_with(relay.subscriber, 1))["w3"][-1000:] = 5
+    assert last.subscriber.update(timeout=60).step == 1
     assert uniform(last.tensors, 1)
     again = engine.stats()["bytes_sent"]["tcp"] - sent - NBYTES
     assert 0 < again < NBYTES  # what was right was not read again
@@ -76,7 +70,7 @@ def test_a_relay_whose_memory_changed_is_passed_over(opened, trainer, flip: str)
 
 def test_a_trainer_whose_memory_changed_is_told_apart(opened, trainer):
     _, publisher, mine = trainer
-    worker = Worker(opened, "w0", rate=16 << 20)
+    worker = Worker(opened, "w0", rate=8 << 20)
     publish(publisher, mine, 1)
     assert worker.subscriber.update(timeout=60).step == 1
     publish(publisher, mine, 2)
@@ -92,8 +86,8 @@ def test_a_trainer_whose_memory_changed_is_told_apart(opened, trainer):
     while worker.subscriber.version < 3:
         try:
             worker.subscriber.update(timeout=60)
-        except tm.Corrupt as error:  # of another attempt at version 2
-            assert "version 2" in str(error)
+        except tm.Corrupt:  # of another attempt at version 2
+            assert worker.subscriber.version == 1
     assert uniform(worker.tensors, 3)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_mooncake.errors import Error, LayoutMismatch, PeerLost
+from torch_mooncake.errors import DeadlineExceeded, Error, LayoutMismatch, PeerLost
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Memory
 from torch_mooncake.weights.board import VERSION
@@ -26,7 +26,7 @@ class Torn(Error):
 
 
 class NobodyHasIt(Exception):
-    """All who had the version have left: it is as if there were none."""
+    """All who had the version have left, or nobody has it who could be asked: it is as if there were none."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,12 @@ class Bringer:
         self.progress = fetch.progress
         if self._staging is not None:
             self._staging.prepare([n for route, path in wiring.paths() for n in wiring.chunks(route, path[-1]).staged])
-        fetch.run(stopped)
+        try:
+            fetch.run(stopped)
+        except (PeerLost, DeadlineExceeded) as error:
+            if set(fetch.lost) & set(head.sources):
+                raise
+            raise Superseded from error  # a subscriber that was to be read from has left: others have it
         if self._member.uid not in head.targets:
             self._room.enter(self._member, target=True)
         return Brought(head, slot, fetch.progress.bytes_done, time.perf_counter() - started, self._names)
@@ -98,6 +103,8 @@ class Bringer:
         firsts = sorted({path[0] for _, path in wiring.paths()})
         members = [wiring.members[node] for node in firsts]
         for member, header in zip(members, self.links.headers(members), strict=True):
+            if header is None and member.uid not in head.sources:
+                raise Superseded
             if header is None:
                 name = member.record.name
                 raise PeerLost(f"version {head.version} of the weights cannot come from {name}: it does not answer")
@@ -157,5 +164,5 @@ class Bringer:
                 pass  # not all of it: the trainers have the rest
         found = [*(member for member in trainers if member is not None), *found]
         if not found:
-            raise NobodyHasIt
+            raise NobodyHasIt(f"nobody has version {head.version} of the weights any more")
         return found

@@ -28,7 +28,7 @@ from torch_mooncake.errors import DeadlineExceeded, Error, KeyNotFound, PeerLost
 from torch_mooncake.pool import Version
 from torch_mooncake.regions import Region
 from torch_mooncake.transfer import Engine, Op, Peer, RemoteRegion
-from torch_mooncake.weights.arena import Memory
+from torch_mooncake.weights.arena import Arena, Memory
 from torch_mooncake.weights.board import (
     AREA,
     COMPLETE,
@@ -61,6 +61,7 @@ class Member:
     part: bool  # one of several processes that together are the model
     relays: bool  # others may read from it
     follows: bool  # it takes each version by itself; else when it is told to
+    has_slots: bool  # whose memory may be viewed
 
     @classmethod
     def of(
@@ -78,6 +79,7 @@ class Member:
             part,
             relays,
             follows,
+            isinstance(memory, Arena),
         )
 
     def to_value(self) -> dict[str, Any]:
@@ -92,6 +94,7 @@ class Member:
             "part": self.part,
             "relays": self.relays,
             "follows": self.follows,
+            "has_slots": self.has_slots,
         }
 
     @classmethod
@@ -102,7 +105,7 @@ class Member:
         slots = tuple(tuple(slot) for slot in value["slots"])
         return cls(
             value["uid"], record, slots, value["board"], manifest, offsets, bases, place, value["part"],
-            value["relays"], value["follows"],
+            value["relays"], value["follows"], value["has_slots"],
         )  # fmt: skip
 
 
@@ -270,7 +273,7 @@ class Links:
         """None: it does not answer in time, and may be there."""
         try:
             return self.open(member).peer.alive
-        except PeerLost:
+        except (PeerLost, KeyNotFound):  # or its board is gone: it is closing
             return False
         except Error as error:
             if not error.retryable:
@@ -316,7 +319,7 @@ class Links:
 
 
 def _reraise_unless_lost(error: Error) -> None:
-    if not isinstance(error, PeerLost) and not error.retryable:
+    if not isinstance(error, (PeerLost, KeyNotFound)) and not error.retryable:  # KeyNotFound: it is closing
         raise error
 
 

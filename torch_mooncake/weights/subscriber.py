@@ -40,6 +40,7 @@ from torch_mooncake.weights.subscribe import Update
 from torch_mooncake.weights.views import Viewer
 
 _WAIT_S = 0.2  # what close() waits for the thread to see it, at most, when nothing comes
+_VIEWED_S = 0.05  # for viewers of the slot that is next; then there is one more slot
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 0.05
 _RETRY_S = 0.5  # between attempts at a version whose source is lost
 _FLIPS = ("copy", "swap", "direct", "view")
@@ -115,8 +116,8 @@ class Subscriber:
                 self._memory.manifest = manifest
             else:
                 self._arena = self._memory = Arena(self._engine, manifest)
-                for slot in range(SLOTS):  # what never comes (padding) is as the model has it
-                    copy_tensors(views := self._arena.views(slot), {name: here[name] for name in views})
+                for slot in range(SLOTS):
+                    self._fill(slot)
         follows = flip in ("copy", "swap")
         self._member = Member.of(
             self._engine, self._memory, own_place(place), layout is not None if part is None else part,
@@ -166,7 +167,7 @@ class Subscriber:
         if self._flip in ("direct", "view"):
             return self._update_now(deadline, timeout)
         with self._changed:
-            while self._ready is None:
+            while self._ready is None or self._broken is not None:
                 self._raise_what_happened()
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -245,9 +246,7 @@ class Subscriber:
         try:
             if head.subset and self._flip == "swap":
                 raise Unsupported('flip="swap" is for all of the weights; a subset is published')
-            with self._changed:
-                slot = self._free_slot()
-            self._memory.take(slot, _LEAST_PAUSE_S)
+            slot = self._free_slot()
             ready = self._bringer.bring(head, slot, lambda: self._closed)
             self._memory.offer(slot)
         except Superseded:
@@ -271,13 +270,36 @@ class Subscriber:
             self._changed.notify_all()
 
     def _free_slot(self) -> int:
-        """The slot for the next version: not the one that the model is in; and, if there is a choice, not the one that
-        was filled last, which others may still be reading."""
-        taken = self._serving if self._serving is not None else self._latest
-        slot = 0 if taken is None else (taken + 1) % SLOTS
-        if self._ready is not None and self._ready.slot == slot:
-            self._ready = None
-        return slot
+        """The slot for the next version: not the one that the model is in, nor one that is viewed; and, if there is a
+        choice, not the one that was filled last, which others may still be reading. One more if there is none."""
+        assert self._arena is not None
+        while not self._closed:
+            with self._changed:
+                taken = self._serving if self._serving is not None else self._latest
+                ready = None if self._ready is None else self._ready.slot
+            count = len(self._arena.slots)
+            others = [0, 1] if taken is None else [(taken + i) % count for i in range(1, count)]
+            for slot in sorted(others, key=lambda slot: slot == ready):
+                if not self._arena.take(slot, _VIEWED_S):
+                    continue
+                with self._changed:
+                    if self._serving == slot:  # update() was quicker
+                        self._arena.offer(slot)
+                        continue
+                    if self._ready is not None and self._ready.slot == slot:
+                        self._ready = None
+                return slot
+            if (more := self._arena.grow()) is not None:
+                self._fill(more)
+                return more
+            time.sleep(_MOST_PAUSE_S)
+        raise Cancelled("the subscriber is closed")
+
+    def _fill(self, slot: int) -> None:
+        """What never comes (padding) is as the model has it."""
+        assert self._arena is not None
+        here = local_tensors(self._model)
+        copy_tensors(views := self._arena.views(slot), {name: here[name] for name in views})
 
     # --- "direct" and "view": update() does all of it ---
 
@@ -292,7 +314,7 @@ class Subscriber:
                 if head is None:
                     if self.torn:
                         raise Torn(f"the model is torn: {self._too_late(timeout)}") from cause
-                    raise self._too_late(timeout)
+                    raise self._too_late(timeout) from cause
                 try:
                     update = self._direct(head) if self._flip == "direct" else self._view(head)
                 except (Superseded, NobodyHasIt) as error:

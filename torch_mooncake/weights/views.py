@@ -18,6 +18,7 @@ from torch_mooncake.errors import Error, KeyNotFound, PeerLost, Unsupported
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.board import COMPLETE, VERSION, VIEW
+from torch_mooncake.weights.bring import NobodyHasIt
 from torch_mooncake.weights.members import Head, Links, Member, Room
 from torch_mooncake.weights.ranges import Addresses
 from torch_mooncake.weights.shards import Manifest, listed
@@ -34,8 +35,8 @@ class Viewer:
         self._found: tuple[list[str], dict[str, tuple[str, int]]] | None = None  # for these members: see _places
 
     def view(self, head: Head) -> dict[str, torch.Tensor]:
-        """The local tensors, by name. Superseded: it is being overwritten; PeerLost: nobody of this host has it (yet);
-        Unsupported: some tensors do not lie as they are here, or nothing may be viewed; LayoutMismatch."""
+        """The local tensors, by name. Superseded: it is being overwritten; NobodyHasIt: of this host, yet; Unsupported:
+        some tensors do not lie as they are here, or it is in a model's own tensors; LayoutMismatch; PeerLost."""
         owners = self._owners(head)
         places = self._places(head, owners)
         slots = {uid: self._lease(owners[uid], head.version) for uid in {uid for uid, _ in places.values()}}
@@ -49,16 +50,21 @@ class Viewer:
 
     def _owners(self, head: Head) -> dict[str, Member]:
         """Members of this host that have slots with all of the version, by uid: trainers first."""
-        found = {}
+        found, in_place = {}, ""
         for uid in (*head.sources, *head.targets):
             member = self._room.member(uid)
             if member is None or not member.relays or self._links.alive(member) is not True:
                 continue
-            same_host = self._links.open(member).peer.same_host
-            if same_host and len(member.bases) == 1 and self._links.has(member, head.version):
+            if not self._links.open(member).peer.same_host or not self._links.has(member, head.version):
+                continue
+            if member.has_slots:
                 found[uid] = member
+            else:
+                in_place = member.record.name
+        if in_place and not found:
+            raise Unsupported(f'flip="view" is for what lies in slots; {in_place} has the version in its own tensors')
         if not found:
-            raise PeerLost(f"nobody of this host has version {head.version} of the weights to be viewed")
+            raise NobodyHasIt(f"nobody of this host has version {head.version} of the weights to be viewed")
         return found
 
     def _places(self, head: Head, owners: Mapping[str, Member]) -> dict[str, tuple[str, int]]:

@@ -103,6 +103,10 @@ class Arena(Memory):
         self.board.describe(slot, SLOT_MEMORY, self._add().descriptor())
         return slot
 
+    def memory(self, slot: int) -> torch.Tensor:
+        """All of a slot, uint8."""
+        return self._memory[slot]
+
     def views(self, slot: int) -> dict[str, torch.Tensor]:
         """The local tensors in a slot, by name."""
         return views_of(self._memory[slot], self.manifest, self.offsets)
@@ -160,23 +164,19 @@ class OwnTensors(Memory):
                 if tensor.numel() and tensor.untyped_storage().data_ptr() == key:
                     places[local.name] = at + tensor.data_ptr() - first
             at = _after(at, last - first)
-        self._copies: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, torch.Tensor] = {}  # of the staged ones, to be made anew by whoever publishes
         if staged and not hidden:
             there = Manifest.of((), [local for local in manifest.locals if local.name in staged], ())
             offsets, nbytes = offsets_of(there)
             memory = empty((max(nbytes, 1),), torch.uint8)
-            self._copies = views_of(memory, there, offsets)
+            self.copies = views_of(memory, there, offsets)
             memories.append(memory)
             bases.append(at)
-            places.update(zip(self._copies, (offsets + at).tolist(), strict=True))
+            places.update(zip(self.copies, (offsets + at).tolist(), strict=True))
         found = np.array([places.get(local.name, STAGED) for local in manifest.locals], np.int64)
         super().__init__(engine, manifest, found, np.array(bases, np.int64))
         self._spans = [(base, memory) for base, memory in zip(bases, memories, strict=True)]
         self.slots.append([engine.register(memory, writable=False, label="weights") for memory in memories])
-
-    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the copies anew."""
-        copy_tensors(self._copies, {name: tensors[name] for name in self._copies})
 
     def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
         self._bytes(target, nbytes)[:] = self._bytes(source, nbytes)

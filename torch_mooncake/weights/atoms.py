@@ -8,7 +8,7 @@ its experts) are cut once, and all of them share the atoms' boxes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,7 +121,7 @@ class _Names:
             mine, theirs = wanted.get(name), published.get(name)
             if theirs is None:
                 assert mine is not None
-                if subset:
+                if subset or self._tied(targets, name, published):
                     continue
                 self.problems.append(f"{name}: {_kind(mine)} in the model, not published")
             elif mine is None:
@@ -138,6 +138,12 @@ class _Names:
         self.wholes = [published[name] for name in sorted(published) if self.root(name) == name]
         self.index = {whole.name: i for i, whole in enumerate(self.wholes)}
         self.itemsize = [DTYPES[whole.dtype] for whole in self.wholes]
+
+    @staticmethod
+    def _tied(targets: Sequence[Manifest], name: str, published: Mapping[str, Whole]) -> bool:
+        """Whether whoever wants the name gets it with another one (files leave tied names out)."""
+        first = {manifest.aliases.get(name) for manifest in targets if name in manifest.names}
+        return all(other is not None and other in published for other in first)
 
     def root(self, name: str) -> str:
         return self.aliases.get(name, name)

@@ -2,9 +2,9 @@
 
 For each slot which version it holds, under which plan it comes in, whether all of it is there, how often something had
 to come again, how far it is; of each route how many chunks are there and how many of those are proven; of each chunk
-the checksum that its source made; and where memory lies that the members' records do not name. Whoever reads from a
-slot reads its words afterwards: a version that is still the same says that nothing was overwritten meanwhile, and a
-chunk that is proven there is proven here.
+the checksum that its source made, and where what changed in it since the version before lies; and where memory lies
+that the members' records do not name. Whoever reads from a slot reads its words afterwards: a version that is still the
+same says that nothing was overwritten meanwhile, and a chunk that is proven there is proven here.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ COUNTERS = 2  # words a route: chunks that are there, without a gap; of those, p
 MAX_ROUTES = 1 << 15  # of further routes a relay passes nothing on until it has all of the version
 MAX_CHUNKS = 1 << 16  # further ones of a plan have no checksums
 AREA = 512  # words of a descriptor: its length in bytes, then the bytes
-SLOT_MEMORY, VIEW = 0, 1  # kinds of descriptors
+SLOT_MEMORY, VIEW, BLOBS = 0, 1, 2  # kinds of descriptors
 HAS_SUM = 1 << 32  # set where a checksum is
 NO_SUM = 1 << 33  # a chunk that has none: nobody could say
 NO_PLAN = -1  # of a source that could not make the plan, and so no checksums
 WANTED = 1 << 62  # the version of a slot that is empty: whatever comes next is waited for
 
 _AREAS = MAX_SLOTS * HEADER
-_COUNTERS = _AREAS + MAX_SLOTS * 2 * AREA
+_KINDS = 3
+_COUNTERS = _AREAS + MAX_SLOTS * _KINDS * AREA
 _SUMS = _COUNTERS + MAX_ROUTES * MAX_SLOTS * COUNTERS
-_WORDS = _SUMS + MAX_SLOTS * MAX_CHUNKS
+_BLOBS = _SUMS + MAX_SLOTS * MAX_CHUNKS
+_WORDS = _BLOBS + MAX_SLOTS * MAX_CHUNKS
 HEADER_NBYTES = 8 * MAX_SLOTS * HEADER
 COUNTER_NBYTES = 8 * MAX_SLOTS * COUNTERS  # of one route, all slots
 
@@ -51,20 +53,25 @@ def sum_offset(slot: int, chunk: int) -> int:
     return (_SUMS + slot * MAX_CHUNKS + chunk) * 8
 
 
+def blob_offset(slot: int, chunk: int) -> int:
+    return (_BLOBS + slot * MAX_CHUNKS + chunk) * 8
+
+
 def area_offset(slot: int, kind: int) -> int:
-    return (_AREAS + (slot * 2 + kind) * AREA) * 8
+    return (_AREAS + (slot * _KINDS + kind) * AREA) * 8
 
 
 class Board:
-    """The owner's side. One thread writes the words of a slot, but for ``put_sum``."""
+    """The owner's side. One thread writes the words of a slot, but for ``put_sum`` and ``put_blob``."""
 
     def __init__(self) -> None:
         self.memory = empty((_WORDS,), torch.int64).zero_()
         words: Ints = self.memory.numpy()
         self.header = words[:_AREAS].reshape(MAX_SLOTS, HEADER)
-        self._areas = words[_AREAS:_COUNTERS].reshape(MAX_SLOTS, 2, AREA)
+        self._areas = words[_AREAS:_COUNTERS].reshape(MAX_SLOTS, _KINDS, AREA)
         self._counters = words[_COUNTERS:_SUMS].reshape(MAX_ROUTES, MAX_SLOTS, COUNTERS)
-        self._sums = words[_SUMS:].reshape(MAX_SLOTS, MAX_CHUNKS)
+        self._sums = words[_SUMS:_BLOBS].reshape(MAX_SLOTS, MAX_CHUNKS)
+        self._blobs = words[_BLOBS:].reshape(MAX_SLOTS, MAX_CHUNKS)
         self._routes, self._chunks = [0] * MAX_SLOTS, [0] * MAX_SLOTS  # how many of them are not nought
         self._began = [0.0] * MAX_SLOTS
 
@@ -76,6 +83,7 @@ class Board:
         self.header[slot] = 0
         self._counters[: self._routes[slot], slot] = 0
         self._sums[slot, : self._chunks[slot]] = 0
+        self._blobs[slot, : self._chunks[slot]] = 0
         self._routes[slot] = self._chunks[slot] = 0
         self.header[slot, PLAN], self.header[slot, NBYTES] = plan, nbytes
         self._began[slot] = time.monotonic()
@@ -113,6 +121,12 @@ class Board:
         if chunk < MAX_CHUNKS:
             self._chunks[slot] = max(self._chunks[slot], chunk + 1)
             self._sums[slot, chunk] = NO_SUM if crc is None else crc | HAS_SUM
+
+    def put_blob(self, slot: int, chunk: int, word: int) -> None:
+        """``word``: see delta.Blob; negative: the chunk has none."""
+        if chunk < MAX_CHUNKS:
+            self._chunks[slot] = max(self._chunks[slot], chunk + 1)
+            self._blobs[slot, chunk] = word
 
     def describe(self, slot: int, kind: int, descriptor: bytes) -> None:
         """Empty: there is none. Unsupported: it is longer than its place."""

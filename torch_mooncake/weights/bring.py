@@ -10,6 +10,7 @@ from torch_mooncake.errors import DeadlineExceeded, Error, LayoutMismatch, PeerL
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Memory
 from torch_mooncake.weights.board import VERSION
+from torch_mooncake.weights.delta import Area, Taker
 from torch_mooncake.weights.fetch import Fetch, Progress, Superseded, Wiring
 from torch_mooncake.weights.members import Head, Links, Member, Room
 from torch_mooncake.weights.ranges import Addresses, names_of
@@ -36,6 +37,7 @@ class Brought:
     nbytes: int
     seconds: float
     names: frozenset[str]  # local tensors that it has
+    delta_nbytes: int  # of blobs that came in the place of other bytes
 
 
 class Bringer:
@@ -51,7 +53,9 @@ class Bringer:
         *,
         staged: frozenset[int] = frozenset(),
         staging: Staging | None = None,
+        area: Area | None = None,
     ) -> None:
+        self._area = area
         self.links = Links(engine)
         self.progress: Progress | None = None
         self._engine, self._room, self._member, self._memory = engine, room, member, memory
@@ -82,7 +86,7 @@ class Bringer:
         wiring, verify = self.wire(head)
         fetch = Fetch(
             self._engine, self.links, wiring, self._memory, slot, head.version, self._patience_s, verify=verify,
-            staging=self._staging,
+            staging=self._staging, deltas=head.base > 0, taker=self._taker(head, slot),
         )  # fmt: skip
         self.progress = fetch.progress
         if self._staging is not None:
@@ -95,7 +99,15 @@ class Bringer:
             raise Superseded from error  # a subscriber that was to be read from has left: others have it
         if self._member.uid not in head.targets:
             self._room.enter(self._member, target=True)
-        return Brought(head, slot, fetch.progress.bytes_done, time.perf_counter() - started, self._names)
+        seconds = time.perf_counter() - started
+        return Brought(head, slot, fetch.progress.bytes_done, seconds, self._names, fetch.progress.delta_nbytes)
+
+    def _taker(self, head: Head, slot: int) -> Taker | None:
+        """None: this node has not the base version, whole and in another slot."""
+        base = self._area.holds(head.base) if self._area is not None and head.base else None
+        if self._area is None or base is None or base == slot:
+            return None
+        return Taker(self._area, slot, base, head.everywhere)
 
     def check_sources(self, head: Head) -> None:
         """That all who have the version first can be reached and have it. PeerLost, Superseded."""

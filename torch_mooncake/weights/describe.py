@@ -14,6 +14,7 @@ from torch_mooncake.errors import InvalidArgument, LayoutMismatch
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
+from torch_mooncake.weights.quantise import quantised_manifest
 from torch_mooncake.weights.shards import Local, Manifest, Piece, Whole, listed
 
 
@@ -48,7 +49,7 @@ def described(
             problems.append(text if text.startswith(f"{name}:") else f"{name}: {text}")
     if problems:
         raise LayoutMismatch(listed("the weights cannot be described", problems))
-    return found.manifest()
+    return quantised_manifest(found.manifest(), layout, packed)
 
 
 class _Found:
@@ -161,12 +162,11 @@ def _with_local(runs: sharding.Runs) -> Iterator[tuple[int, int, int]]:
 def _doubled(manifest: Manifest) -> list[str]:
     """Wholes of which two pieces hold the same element."""
     by_whole: dict[int, list[int]] = {}
-    for row, whole in enumerate(manifest.whole.tolist()):
-        by_whole.setdefault(whole, []).append(row)
+    several = np.bincount(manifest.whole) > 1 if len(manifest.whole) else np.empty(0, np.bool_)
+    for row in np.flatnonzero(several[manifest.whole]).tolist():
+        by_whole.setdefault(int(manifest.whole[row]), []).append(row)
     found = []
     for whole, rows in by_whole.items():
-        if len(rows) == 1:
-            continue
         start, end = manifest.start[rows], manifest.start[rows] + manifest.size[rows]
         for i in range(1, len(rows)):
             meet = (np.maximum(start[:i], start[i]) < np.minimum(end[:i], end[i])).all(axis=1)

@@ -8,8 +8,9 @@ in the end by the source; what is proven stays, what is not comes again, and the
 
 Where chunks have checksums, a chunk is offered when it is proven, and it is proven when its checksum agrees with the
 one that its source made: the board of each node passes those on. One that disagrees is read again, then from the node
-before. Bytes for tensors that cannot be written as they come go through staging memory, chunk by chunk, and from there
-into the tensors when they are proven.
+before. Where there are blobs of what changed (delta.py), they come in the place of chunks. Bytes for tensors that
+cannot be written as they come go through staging memory, chunk by chunk, and from there into the tensors when they are
+proven.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch_mooncake import _core
-from torch_mooncake.errors import Cancelled, Corrupt, DeadlineExceeded, Error, PeerLost
+from torch_mooncake.errors import Cancelled, Corrupt, DeadlineExceeded, Error, KeyNotFound, PeerLost
 from torch_mooncake.regions import Region
-from torch_mooncake.transfer import Engine
+from torch_mooncake.transfer import Engine, Op
 from torch_mooncake.weights.arena import Memory, pairs
+from torch_mooncake.weights.delta import Blob, Taker
 from torch_mooncake.weights.members import Links, Member
 from torch_mooncake.weights.plan import Plan
 from torch_mooncake.weights.ranges import Addresses, Chunks
@@ -42,6 +44,8 @@ class Progress:
     bytes_done: int = 0
     started: float = field(default_factory=time.monotonic)
     began: bool = False  # something was asked for, and may have been written
+    full_nbytes: int = 0  # that were read as they are, by now
+    delta_nbytes: int = 0  # of blobs that were read in the place of others
     bytes_looked: int = 0  # of other nodes' boards, once it has ended
 
     @property
@@ -98,10 +102,14 @@ class Fetch:
         *,
         verify: bool = False,
         staging: Staging | None = None,
+        deltas: bool = False,
+        taker: Taker | None = None,
     ) -> None:
         self._engine, self._links, self._wiring, self._memory = engine, links, wiring, memory
         self._slot, self._version, self._patience_s, self._verify = slot, version, patience_s, verify
         self._board, self._staging = memory.board, staging
+        self._deltas, self._taker = deltas, taker  # whether there are blobs; whether this node can take them
+        self._coming: dict[tuple[int, int], Blob] = {}  # (route, chunk): into which place its blob comes
         self._tag = tag_of(wiring.plan)
         self._upstreams: dict[int, Upstream] = {}
         self._dead: set[int] = set()
@@ -118,6 +126,8 @@ class Fetch:
         when bytes are wrong again and again; Cancelled when ``stopped()``."""
         self._board.begin(self._slot, self._tag, self.progress.nbytes)
         self._board.announce(self._slot, self._version)
+        if self._taker is not None:
+            self._taker.begin()
         try:
             for route in self._routes:
                 self._give(route)
@@ -156,6 +166,8 @@ class Fetch:
             moved |= upstream.ask()
             if arrived or proofs:
                 upstream.last_news = time.monotonic()
+            elif upstream.deltas and upstream.source and time.monotonic() - upstream.last_news > self._patience_s:
+                upstream.deltas, upstream.last_news = False, time.monotonic()  # nobody says anything of blobs
             elif not upstream.source and time.monotonic() - upstream.last_news > self._patience_s:
                 raise DeadlineExceeded(f"nothing came from {upstream.member.record.name} in {self._patience_s} s")
             elif upstream.source and upstream.slot is None and time.monotonic() - upstream.last_news > _OP_S:
@@ -180,6 +192,8 @@ class Fetch:
             upstream.reads.remove(read)
             upstream.inflight -= route.chunks.nbytes[chunk]
             upstream.taken += route.chunks.nbytes[chunk]
+            if not self._put_in(route, chunk):
+                continue
             upstream.unproven.append((route, chunk))
             route.there[chunk] = True
             if block is not None:
@@ -187,6 +201,22 @@ class Fetch:
             self.progress.bytes_done += route.chunks.nbytes[chunk]
             self._tell(route)
         self._board.advance(self._slot, self.progress.bytes_done)
+        return True
+
+    def _put_in(self, route: Route, chunk: int) -> bool:
+        """Makes the chunk of its blob, if that is what came. False: it has to come again, in full."""
+        number, blob = route.chunks.first + chunk, self._coming.pop((route.number, chunk), None)
+        if blob is None:
+            self.progress.full_nbytes += route.chunks.nbytes[chunk]
+        elif self._taker is not None:
+            self.progress.delta_nbytes += blob.nbytes
+            _, here, lengths = route.chunks.parts[chunk]
+            if not self._taker.apply(blob, here, lengths):
+                self._taker.in_full(number)
+                route.next = min(route.next, chunk)
+                return False
+        if self._deltas:
+            self._board.put_blob(self._slot, number, -1 if blob is None else blob.to_word())
         return True
 
     def _prove_all(self, upstream: Upstream, proofs: list[Proof]) -> None:
@@ -219,6 +249,8 @@ class Fetch:
     def _again(self, upstream: Upstream, route: Route, chunk: int) -> None:
         """The chunk's checksum does not agree."""
         self._forget(route, chunk)
+        if self._taker is not None:
+            self._taker.in_full(route.chunks.first + chunk)
         key = upstream.node, route.number, chunk
         if key in self._wrong:
             name = upstream.member.record.name
@@ -239,6 +271,9 @@ class Fetch:
         window = upstream.window() if wanted else 0
         while wanted and upstream.inflight < window:
             for route in list(wanted):  # in turns: all routes get on
+                if self._word(upstream, route) == 0:  # it is not known yet whether there is a blob
+                    wanted.remove(route)
+                    continue
                 if not self._read(upstream, route):
                     return moved
                 moved = True
@@ -251,17 +286,17 @@ class Fetch:
     def _read(self, upstream: Upstream, route: Route) -> bool:
         """False: there is no staging memory for it now."""
         assert upstream.slot is not None
-        while route.next < len(route.there) and (route.there[route.next] or self._asked(upstream, route)):
-            route.next += 1
+        self._skip(upstream, route)
         if route.next == len(route.there):
+            return True
+        if (op := self._read_blob(upstream, route)) is not None:
+            self._reading(upstream, op, route, None)
             return True
         chunk, block = route.next, None
         if self._staging is not None and route.chunks.staged[chunk]:
             block = self._staging.take()
             if block is None:
                 return False
-        upstream.began = upstream.began or time.monotonic()
-        self.progress.began = True
         there, here, lengths = route.chunks.parts[chunk]
         regions = self._links.slot(upstream.member, upstream.slot)
         own: Sequence[Region] = self._memory.slots[self._slot]
@@ -275,10 +310,47 @@ class Fetch:
                 own, bases, here = self._staging.beside(own, bases, here, block)
             remote = regions, upstream.member.bases, there
             op = self._engine.read(pairs((own, bases, here), remote, lengths), timeout=_OP_S)
-        upstream.reads.append((op, route, chunk, block))
-        upstream.inflight += route.chunks.nbytes[chunk]
-        route.next += 1
+        self._coming.pop((route.number, chunk), None)
+        self._reading(upstream, op, route, block)
         return True
+
+    def _reading(self, upstream: Upstream, op: Op, route: Route, block: int | None) -> None:
+        upstream.began = upstream.began or time.monotonic()
+        self.progress.began = True
+        upstream.reads.append((op, route, route.next, block))
+        upstream.inflight += route.chunks.nbytes[route.next]
+        route.next += 1
+
+    def _read_blob(self, upstream: Upstream, route: Route) -> Op | None:
+        """None: the next chunk is to be taken in full."""
+        word = self._word(upstream, route)
+        theirs = None if word is None else Blob.of_word(word)
+        if theirs is None or self._taker is None or upstream.slot is None:
+            return None
+        mine = self._taker.room(theirs, route.chunks.nbytes[route.next])
+        if mine is None:
+            return None
+        try:
+            there = self._links.blobs(upstream.member, upstream.slot)
+        except KeyNotFound:
+            upstream.deltas = False
+            return None
+        here = self._taker.region()[mine.offset : mine.offset + mine.nbytes]
+        self._coming[route.number, route.next] = mine
+        return self._engine.read(here, there[theirs.offset : theirs.offset + theirs.nbytes], timeout=_OP_S)
+
+    def _word(self, upstream: Upstream, route: Route) -> int | None:
+        """What the upstream says of the next chunk's blob, 0 if it has not yet; None if it is not asked."""
+        self._skip(upstream, route)
+        if self._taker is None or not upstream.deltas or route.next == len(route.there):
+            return None
+        if not self._taker.wanted(route.chunks.first + route.next):
+            return None
+        return upstream.words.get((route.number, route.next), 0)
+
+    def _skip(self, upstream: Upstream, route: Route) -> None:
+        while route.next < len(route.there) and (route.there[route.next] or self._asked(upstream, route)):
+            route.next += 1
 
     def _asked(self, upstream: Upstream, route: Route) -> bool:
         return any(read[1] is route and read[2] == route.next for read in upstream.reads)
@@ -344,7 +416,7 @@ class Fetch:
     def _connect(self, node: int) -> Upstream:
         member, source = self._wiring.members[node], node < self._wiring.plan.sources
         upstream = self._upstreams[node] = Upstream(
-            self._engine, self._links, node, member, source, self._version, self._tag, self._verify
+            self._engine, self._links, node, member, source, self._version, self._tag, self._verify, self._taker
         )
         return upstream
 

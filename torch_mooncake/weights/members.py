@@ -31,6 +31,7 @@ from torch_mooncake.transfer import Engine, Op, Peer, RemoteRegion
 from torch_mooncake.weights.arena import Arena, Memory
 from torch_mooncake.weights.board import (
     AREA,
+    BLOBS,
     COMPLETE,
     HEADER,
     MAX_SLOTS,
@@ -119,6 +120,8 @@ class Head:
     targets: tuple[str, ...]
     subset: bool
     verify: bool = False  # chunks have checksums
+    base: int = 0  # the version that blobs of what changed are made against; 0: there are none
+    everywhere: bool = False  # blobs are for nodes of one host, too
 
     def to_value(self) -> dict[str, Any]:
         return {**self.__dict__, "sources": list(self.sources), "targets": list(self.targets)}
@@ -126,7 +129,8 @@ class Head:
     @classmethod
     def from_value(cls, value: dict[str, Any]) -> Head:
         sources, targets = tuple(value["sources"]), tuple(value["targets"])
-        return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"])
+        return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"],
+                   value["base"], value["everywhere"])  # fmt: skip
 
 
 class Room:
@@ -144,6 +148,7 @@ class Room:
         if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
             self._pool.put(f"{self._prefix}/layout/{layout}", text)
         self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+        self._known[member.uid] = member
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 
@@ -226,6 +231,7 @@ class Link:
     words: Ints  # [MAX_SLOTS, HEADER]; where its board is read to
     region: Region  # of those
     slots: dict[int, tuple[RemoteRegion, ...]] = field(default_factory=dict)
+    blobs: dict[int, RemoteRegion] = field(default_factory=dict)
 
 
 class Links:
@@ -254,6 +260,13 @@ class Links:
             descriptors = member.slots[slot] if slot < len(member.slots) else (self.area(member, slot, SLOT_MEMORY),)
             link.slots[slot] = tuple(link.peer.open(descriptor, _DIAL_S) for descriptor in descriptors)
         return link.slots[slot]
+
+    def blobs(self, member: Member, slot: int) -> RemoteRegion:
+        """What lies beside one of its slots. KeyNotFound if nothing does."""
+        link = self.open(member)
+        if slot not in link.blobs:
+            link.blobs[slot] = link.peer.open(self.area(member, slot, BLOBS), _DIAL_S)
+        return link.blobs[slot]
 
     def area(self, member: Member, slot: int, kind: int) -> bytes:
         """A descriptor from the member's board. KeyNotFound if there is none."""

@@ -9,18 +9,21 @@ from typing import Any, Literal
 import torch
 
 import torch_mooncake
-from torch_mooncake import sharding
-from torch_mooncake.errors import Busy, DeadlineExceeded, InvalidArgument, LayoutMismatch, Unsupported
+from torch_mooncake.errors import Busy, DeadlineExceeded, InvalidArgument, LayoutMismatch
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import Arena, OwnTensors, copy_tensors
+from torch_mooncake.weights.arena import Arena, OwnTensors
 from torch_mooncake.weights.atoms import fitting
+from torch_mooncake.weights.delta import Area, Maker
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress
+from torch_mooncake.weights.files import Checkpoint, Share
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
+from torch_mooncake.weights.quantise import Quantised, copy_in, quantised_locals
+from torch_mooncake.weights.sources import Source, local_tensors
 from torch_mooncake.weights.sums import Sums
 from torch_mooncake.weights.watch import Watch
 
@@ -34,10 +37,14 @@ _WAIT_S = 5.0  # for the head at a time
 class Publisher:
     """One trainer rank's part of the weights called ``name``. All ranks make one and call ``publish`` in step.
 
-    ``layout``: as for ``describe``. ``rank`` and ``world``: of the trainers; all ranks' tensors together are the
-    weights. ``subset``: subscribers may have more tensors than these (adapters). ``engine``: what others read from, to
-    be reached by all subscribers; by default one of its own, which processes of this host reach. ``place``: this
-    host, and which of its NICs carries this rank. ``pool``: where they meet; by default the process's own pool.
+    ``source``: a model or a state dict, whose tensors are published as they are at that moment; a ``Checkpoint``, of
+    which each rank reads a part; a ``Stream``. ``layout``: as for ``describe``, for the first two. ``rank`` and
+    ``world``: of the trainers; all ranks' tensors together are the weights. ``subset``: subscribers may have more
+    tensors than these (adapters). ``engine``: what others read from, to be reached by all subscribers; by default one
+    of its own, which processes of this host reach. ``place``: this host, and which of its NICs carries this rank.
+    ``pool``: where they meet; by default the process's own pool.
+
+    Tensors that ``layout.quantise`` names travel in 8 bits, quantised while they are copied.
 
     It has two copies of this rank's tensors, in shared memory: what subscribers read is never what an optimiser
     writes. With ``in_place`` it has none, and they read the tensors where they lie: nothing is copied, and ``fence``
@@ -52,7 +59,7 @@ class Publisher:
     def __init__(
         self,
         name: str,
-        model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor],
+        source: torch.nn.Module | Mapping[str, torch.Tensor] | Checkpoint | Source,
         *,
         layout: Layout | None = None,
         rank: int = 0,
@@ -68,14 +75,27 @@ class Publisher:
         if not 0 <= rank < world:
             raise InvalidArgument(f"rank {rank} of {world}")
         self._room = Room(name, torch_mooncake if pool is None else pool)
-        self._model, self._rank, self._world, self._subset = model_or_state_dict, rank, world, subset
+        self._rank, self._world, self._subset = rank, world, subset
         self._verify, self._patience_s = verify, patience_s
-        tensors, here = tensors_of(model_or_state_dict), local_tensors(model_or_state_dict)
-        staged = not_in_place(here, layout)
-        manifest = described(tensors, layout, packed=staged if in_place else True)
+        here: dict[str, torch.Tensor] = {}
+        self.source: Source | None = None  # else ``_model``'s tensors
+        staged: frozenset[str] = frozenset()
+        self._quantised: dict[str, Quantised] = {}
+        if isinstance(source, (Checkpoint, Source)):
+            if layout is not None or in_place:
+                raise InvalidArgument("layout and in_place are for the tensors of a model or state dict")
+            self.source = Share(source, rank, world) if isinstance(source, Checkpoint) else source
+            manifest = self.source.manifest
+        else:
+            self._model = source
+            tensors, here = tensors_of(source), local_tensors(source)
+            self._quantised = quantised_locals(tensors, layout)
+            staged = not_in_place(here, layout) | self._quantised.keys()
+            manifest = described(tensors, layout, packed=staged if in_place else True)
+        self._made = frozenset(each.scales for each in self._quantised.values())
         self._own_engine = engine is None
         self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
-        self._own = OwnTensors(self._engine, manifest, here, sorted(staged)) if in_place else None
+        self._own = OwnTensors(self._engine, manifest, here, sorted(staged | self._made)) if in_place else None
         self._arena = None if in_place else Arena(self._engine, manifest)
         memory = self._own or self._arena
         assert memory is not None
@@ -83,50 +103,70 @@ class Publisher:
         self._member = Member.of(self._engine, memory, own_place(place), world > 1)
         self._links = Links(self._engine)
         self._watch = Watch(self._links, patience_s)
-        self._sums = Sums(self._room, memory, self._member.uid)
+        self._area = None if self._arena is None else Area(self._engine, self._arena)
+        self._maker = None if self._area is None else Maker(self._area)
+        self._sums = Sums(self._room, memory, self._member.uid, self._maker)
         self._fits: dict[str, bool] = {}  # targets, by uid
-        self._places = {local.name: here[local.name].data_ptr() for local in manifest.locals}
+        self._places = {name: tensor.data_ptr() for name, tensor in here.items()}
         head = self._room.head()
         self.version = head.version if head is not None else 0  # of what is current
         self._room.enter(self._member, target=False)
 
     def publish(
-        self, *, step: int | None = None, mode: Literal["auto", "full", "delta"] = "auto", timeout: float = 120
+        self,
+        *,
+        step: int | None = None,
+        mode: Literal["auto", "full", "delta"] = "auto",
+        timeout: float = 120,
+        source: Checkpoint | None = None,
     ) -> Published:
         """Makes the tensors as they are now the current version, and returns when it is: when all ranks have theirs
         ready. It waits for no subscriber, unless versions follow each other faster than they are read: then for those
-        that are reading, while they make progress, so that all get some.
+        that are reading, while they make progress, so that all get some. ``source``: from now on another checkpoint,
+        with the same tensors.
 
         DeadlineExceeded: not all ranks came within ``timeout`` seconds; the version before stays the current one.
         LayoutMismatch: a tensor has not the shape any more that it was made with, or lies elsewhere (``in_place``).
-        Busy: the version before was not fenced (``in_place``), or all slots are being viewed. Unsupported:
-        ``mode="delta"``.
+        Busy: the version before was not fenced (``in_place``), or all slots are being viewed. Corrupt, IoError: the
+        files of a checkpoint are not what they were when it was described.
+
+        ``mode``, as rank 0 says: "full" sends all bytes. With "auto" a thread of this process finds what has changed
+        since the version before, and that goes over networks in the place of what it is much less than: to subscribers
+        that have that version whole. The others, and what has changed too much, get all bytes; so do nodes of the same
+        host, for which that is quicker, but with "delta". The result is the same to the bit. (``in_place``: there is
+        no version before, and all bytes are sent.)
         """
-        if mode not in ("auto", "full"):
-            raise Unsupported(f"weights are published in full, not as {mode!r}")
+        if mode not in ("auto", "full", "delta"):
+            raise InvalidArgument(f'mode is "auto", "full" or "delta", not {mode!r}')
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
         version = self.version + 1
-        here = self._checked()
+        if source is not None:
+            if not isinstance(self.source, Share):
+                raise InvalidArgument("only a publisher of a checkpoint publishes another one")
+            self.source = self.source.renewed(source)
+        here: dict[str, torch.Tensor] = self._checked() if self.source is None else {}
         if self._own is not None and self._own.board.version(0) > 0:
             raise Busy(f"version {self.version} can still be read: fence() before the tensors are written")
         targets = self._live_targets() if self._rank == 0 else []
         slot = self._slot_for(version, targets, deadline, timeout)
         self._sums.begin(slot)
         if self._own is not None:
-            self._own.stage(here)
+            copy_in(self._own.copies, here, self._quantised)
+        elif self._arena is not None and self.source is not None:
+            self.source.fill(self._engine, self._arena, slot)
         elif self._arena is not None:
             views = self._arena.views(slot)
-            copy_tensors(views, {name: here[name] for name in views})
+            copy_in(views, here, self._quantised)
         self._memory.board.announce(slot, version)
         self._memory.board.complete(slot)
         self._memory.offer(slot)
         if self._rank == 0:
-            head = self._flip(version, step, targets, deadline, timeout)
+            head = self._flip(version, step, mode, targets, deadline, timeout)
         else:
             self._room.say_ready(self._rank, self._member.uid, version)
             head = self._await_flip(version, deadline, timeout)
-        if head.verify:
+        if head.verify or head.base:
             self._sums.make(slot, head)
         self.version = version
         return Published(version, step, self._memory.manifest.nbytes, time.perf_counter() - started)
@@ -135,6 +175,8 @@ class Publisher:
         here = local_tensors(self._model)
         for local in self._memory.manifest.locals:
             name = local.name
+            if name in self._made:
+                continue
             if name not in here or tuple(here[name].shape) != local.shape:
                 raise LayoutMismatch(f"{name}: {list(local.shape)} when the publisher was made, not any more")
             if self._own is not None and here[name].data_ptr() != self._places[name]:
@@ -206,7 +248,9 @@ class Publisher:
                 self._room.leave(uid)  # its process is gone; one that is not enters again when it finds out
         return found
 
-    def _flip(self, version: int, step: int | None, targets: list[Member], deadline: float, timeout: float) -> Head:
+    def _flip(
+        self, version: int, step: int | None, mode: str, targets: list[Member], deadline: float, timeout: float
+    ) -> Head:
         sources: list[Member] = []
         while len(sources) < self._world:
             rank = len(sources)
@@ -224,9 +268,22 @@ class Publisher:
         head = Head(
             version, step, tuple(member.uid for member in sources), tuple(member.uid for member in takers),
             self._subset, len(hosts) > 1 if self._verify is None else self._verify,
+            self.version if self._delta(mode, len(hosts)) else 0, mode == "delta",
         )  # fmt: skip
         self._room.replace_head(head)
         return head
+
+    def _delta(self, mode: str, hosts: int) -> bool:
+        """Whether there are blobs of what has changed since the version before."""
+        if self._area is None or mode == "full" or (mode == "auto" and hosts == 1):
+            return False
+        return self.version > 0 and self._area.holds(self.version) is not None
+
+    @property
+    def delta_nbytes(self) -> int:
+        """Bytes of this rank's part of what has changed from the version before to the current one, as far as it was
+        found by now; 0 if it is not sent so."""
+        return 0 if self._maker is None else self._maker.nbytes(self.version)
 
     def _judge(self, targets: list[Member], sources: list[Member]) -> None:
         """Which of them can take these weights. Who cannot is told so when it tries by itself."""
@@ -310,6 +367,8 @@ class Publisher:
         self._sums.close()
         self._links.close()
         self._room.leave(self._member.uid)
+        if self._area is not None:
+            self._area.close()
         self._memory.close()
         if self._own_engine:
             self._engine.close()
@@ -319,15 +378,6 @@ class Publisher:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def local_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of this process's memory, by name: of a DTensor, its local shard."""
-    found = tensors_of(model_or_state_dict)
-    return {
-        name: tensor.to_local() if sharding.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        for name, tensor in found.items()
-    }
 
 
 def not_in_place(here: Mapping[str, torch.Tensor], layout: Layout | None) -> frozenset[str]:

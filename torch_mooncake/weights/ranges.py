@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_mooncake.errors import InternalError
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.weights.arena import STAGED
 from torch_mooncake.weights.plan import Plan
 from torch_mooncake.weights.shards import Ints, Manifest
+
+Bools = npt.NDArray[np.bool_]
 
 _ALIGN = 64  # of a box in staging memory
 
@@ -39,6 +42,24 @@ class Addresses:
             for row in self._rows.get(name, ())
             if (manifest.start[row] <= low).all() and (high <= manifest.start[row] + manifest.size[row]).all()
         ]
+
+    def only(self, names: Sequence[str]) -> int:
+        """The piece of the whole of these names, if there is but one, and no staging, else -1."""
+        rows = [row for name in names for row in self._rows.get(name, ())]
+        return rows[0] if len(rows) == 1 and not self.is_staged(rows) else -1
+
+    def simple(self, rows: Ints, start: Ints, size: Ints, itemsize: Ints) -> tuple[Ints, Bools]:
+        """([n] addresses of these boxes, whether each lies in the piece ``rows`` has for it, contiguously)."""
+        manifest, ndim = self._manifest, self._manifest.ndim
+        first, strides = manifest.start[rows], manifest.stride[rows]
+        low, lengths = start[:, -ndim:], size[:, -ndim:]
+        good = (rows >= 0) & ((first <= low) & (low + lengths <= first + manifest.size[rows])).all(axis=1)
+        block = np.ones(len(rows), np.int64)
+        for d in reversed(range(ndim)):
+            good &= (lengths[:, d] == 1) | (strides[:, d] == block)
+            block *= lengths[:, d]
+        elements = manifest.offset[rows] + ((low - first) * strides).sum(axis=1)
+        return self._offsets[manifest.local[rows]] + elements * itemsize, good
 
     def place(self, row: int, start: Ints, itemsize: int) -> tuple[int, tuple[int, ...]]:
         """(address, byte strides) of the element of the whole at ``start``."""
@@ -103,10 +124,16 @@ class Chunks:
         self.copies: list[tuple[int, int, int]] = []  # (from, to, nbytes) within the receiver's memory, at the end
         self.applies: list[list[Apply]] = []  # of each chunk
         self.staged: list[int] = []  # bytes of each chunk that go through staging memory
+        base = int(pieces[0])
+        there, here, lengths, simple = _simple(plan, names, base, int(pieces[-1]), src, dst)
         for low, high in zip(pieces[:-1].tolist(), pieces[1:].tolist(), strict=True):
             self._applies: list[Apply] = []
             self._at = 0
-            self.parts.append(self._part(plan, names, low, high, src, dst))
+            these = slice(low - base, high - base)
+            if simple[these].all():
+                self.parts.append(_merged(there[these], here[these], lengths[these]))
+            else:
+                self.parts.append(self._part(plan, names, low, high, src, dst))
             self.applies.append(self._applies)
             self.staged.append(self._at)
 
@@ -145,6 +172,21 @@ class Chunks:
         place = STAGED + self._at, strides
         self._at += -(-math.prod(size) * itemsize // _ALIGN) * _ALIGN
         return place
+
+
+def _simple(
+    plan: Plan, names: Sequence[Sequence[str]], low: int, high: int, src: Addresses, dst: Addresses
+) -> tuple[Ints, Ints, Ints, Bools]:
+    """(addresses there, addresses here, bytes, whether that is all there is to say) of each of the pieces."""
+    start, size = plan.piece_start[low:high], plan.piece_size[low:high]
+    wholes, inverse = np.unique(plan.piece_whole[low:high], return_inverse=True)
+    itemsize = np.array([DTYPES[plan.wholes[whole].dtype] for whole in wholes.tolist()], np.int64)[inverse]
+    sides = []
+    for side in (src, dst):
+        rows = np.array([side.only(names[whole]) for whole in wholes.tolist()], np.int64)[inverse]
+        sides.append(side.simple(rows, start, size, itemsize))
+    (there, good), (here, fine) = sides
+    return there, here, plan.piece_nbytes[low:high], good & fine
 
 
 def _merged(there: Ints, here: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:

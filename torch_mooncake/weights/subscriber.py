@@ -27,14 +27,16 @@ from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, copy_tensors
 from torch_mooncake.weights.board import WANTED
 from torch_mooncake.weights.bring import Bringer, Brought, NobodyHasIt, Torn
+from torch_mooncake.weights.delta import Area
 from torch_mooncake.weights.describe import described
 from torch_mooncake.weights.fetch import Progress, Superseded
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
 from torch_mooncake.weights.members import Head, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
-from torch_mooncake.weights.publisher import local_tensors, not_in_place
+from torch_mooncake.weights.publisher import not_in_place
 from torch_mooncake.weights.shards import Local, Manifest
+from torch_mooncake.weights.sources import local_tensors
 from torch_mooncake.weights.staging import Staging
 from torch_mooncake.weights.subscribe import Update
 from torch_mooncake.weights.views import Viewer
@@ -88,6 +90,8 @@ class Subscriber:
     ) -> None:
         if flip not in _FLIPS:
             raise InvalidArgument(f"flip is one of {', '.join(_FLIPS)}, not {flip!r}")
+        if layout is not None and layout.quantise:
+            raise InvalidArgument("a publisher quantises; a subscriber has FP8 tensors, and those of their scales")
         self.name = name
         self.version = 0  # that the model holds; 0: none yet
         self.step: int | None = None
@@ -118,13 +122,21 @@ class Subscriber:
                 self._arena = self._memory = Arena(self._engine, manifest)
                 for slot in range(SLOTS):
                     self._fill(slot)
+        self._area = None if self._arena is None else Area(self._engine, self._arena)
         follows = flip in ("copy", "swap")
         self._member = Member.of(
             self._engine, self._memory, own_place(place), layout is not None if part is None else part,
             relays=follows or (flip == "direct" and not staged), follows=follows,
         )  # fmt: skip
         self._bringer = Bringer(
-            self._engine, self._room, self._member, self._memory, patience_s, staged=staged, staging=self._staging
+            self._engine,
+            self._room,
+            self._member,
+            self._memory,
+            patience_s,
+            staged=staged,
+            staging=self._staging,
+            area=self._area,
         )
         self._viewer = Viewer(self._room, self._bringer.links, self._member)
         self._changed = threading.Condition()
@@ -176,7 +188,7 @@ class Subscriber:
             ready, self._ready = self._ready, None
             self._put_in_place(ready)
             self.version, self.step = ready.head.version, ready.head.step
-        return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds)
+        return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds, ready.delta_nbytes)
 
     def try_update(self) -> Update | None:
         """As ``update``, without waiting: None if there is no newer version to be had."""
@@ -379,6 +391,8 @@ class Subscriber:
         self._bringer.links.close()
         if self._staging is not None:
             self._staging.close()
+        if self._area is not None:
+            self._area.close()
         self._memory.close()
         if self._own_engine:
             self._engine.close()

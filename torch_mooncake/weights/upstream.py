@@ -24,15 +24,18 @@ from torch_mooncake.weights.board import (
     PLAN,
     RESTARTS,
     VERSION,
+    blob_offset,
     counter_offset,
     sum_offset,
 )
+from torch_mooncake.weights.delta import Taker
 from torch_mooncake.weights.members import Links, Member
 from torch_mooncake.weights.ranges import Chunks
 
 _WINDOW = 64 << 20  # bytes under way from one upstream, at most
 _WINDOW_S = 0.03  # and what comes in this time, or two chunks: looks at the board wait behind them
 _BOARD_S = 5.0
+_WORDS_AHEAD = 64  # of a route's blobs, at one look
 _ASK_S = 0.001  # between two looks at a board that had nothing new
 PAUSE_S = 0.0002
 
@@ -66,7 +69,8 @@ class Proof:
 
 
 class Upstream:
-    """``tag``: of the plan. ``verify``: chunks are proven with their checksums only."""
+    """``tag``: of the plan. ``verify``: chunks are proven with their checksums only. ``taker``: of blobs, if any are
+    taken; ``deltas``: from this node, too, as far as is known."""
 
     def __init__(
         self,
@@ -78,10 +82,14 @@ class Upstream:
         version: int,
         tag: int,
         verify: bool,
+        taker: Taker | None = None,
     ) -> None:
         self.node, self.member, self.source, self.version = node, member, source, version
         self.link = links.open(member)
         self.same_host = self.link.peer.same_host
+        self.deltas = taker is not None and (taker.everywhere or not self.same_host)
+        self.words: dict[tuple[int, int], int] = {}  # (route, chunk): what its board says of the blob
+        self._worded: list[tuple[Route, int, int]] = []  # (route, chunk, count) whose words the look under way brings
         self.routes: list[Route] = []
         self.slot: int | None = None
         self.has: dict[int, int] = {}  # route: chunks that it had at the last look
@@ -121,6 +129,9 @@ class Upstream:
         there = [0, *(counter_offset(route.number) for route in self._asked)]
         there += [sum_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk in self._summed]
         sizes = [HEADER_NBYTES] + [COUNTER_NBYTES] * len(self._asked) + [8] * len(self._summed)
+        self._worded = self._unknown_words() if self.deltas and self.slot is not None else []
+        there += [blob_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk, _ in self._worded]
+        sizes += [8 * count for _, _, count in self._worded]
         here = np.concatenate([[0], np.cumsum(sizes)])
         self.looked += int(here[-1])
         if len(self._words) * 8 < here[-1]:
@@ -132,6 +143,29 @@ class Upstream:
             nbytes=np.array(sizes, np.int64), timeout=_BOARD_S,
         )  # fmt: skip
         return True
+
+    def _unknown_words(self) -> list[tuple[Route, int, int]]:
+        found = []
+        for route in self.routes:
+            first = route.next
+            while (route.number, first) in self.words:
+                first += 1
+            count = min(_WORDS_AHEAD, len(route.chunks.parts) - first, MAX_CHUNKS - route.chunks.first - first)
+            if first < route.next + _WORDS_AHEAD and count > 0:
+                found.append((route, first, count))
+        return found
+
+    def _take_words(self, plan: int) -> None:
+        """``plan``: of the version on the board; 0: its owner has not begun to say more of it."""
+        if plan not in (0, self._tag):
+            self.deltas = False
+            return
+        at = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8 + len(self._summed)
+        for route, chunk, count in self._worded:
+            for i, word in enumerate(self._words[at : at + count].tolist() if plan else ()):
+                if word:
+                    self.words[route.number, chunk + i] = word
+            at += count
 
     def answer(self) -> list[Proof] | None:
         """None while the board has not been read, else chunks that are now proven. Superseded if the version is not
@@ -168,6 +202,7 @@ class Upstream:
             seen = {route.number: (row[0], row[1]) for route, row in zip(self._asked, counts, strict=True)}
         else:
             seen = {}
+        self._take_words(plan)
         self.has = {number: counts[0] for number, counts in seen.items()}
         return self._proofs(seen, plan == self._tag)
 

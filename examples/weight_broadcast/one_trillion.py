@@ -122,7 +122,7 @@ def move(args: argparse.Namespace) -> dict[str, Any]:
     by, update = scaled(args.gib, args.layers, args.engines, args.tp)
     processes = Processes(args.rounds, update)
     sources, targets = update.trainers(), update.servers()
-    giving = processes.start(folded.trainers, len(sources), 2)
+    giving = processes.start(folded.trainers, len(sources), 1)
     taking = processes.start(folded.servers, len(targets), args.processes)
     made = plan(
         *([rank.manifest for rank in side] for side in (sources, targets)), [r.place for r in (*sources, *targets)]
@@ -209,7 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=61, help="of what is moved (default: %(default)s, all)")
     parser.add_argument("--rounds", type=int, default=2, help="versions to move; 0: plan only (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=4, help="for the servers' ranks (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="for the servers' ranks (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     args = parser.parse_args()
     found = kimi_k2_plan.report(args)

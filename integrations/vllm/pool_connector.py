@@ -114,7 +114,7 @@ class MooncakePoolConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.preempted(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker.load(self._get_connector_metadata())  # type: ignore[arg-type]
+        self.worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole before vLLM schedules the request."""
@@ -123,7 +123,7 @@ class MooncakePoolConnector(KVConnectorBase_V1, SupportsHMA):
         """A page of all layers is one object: see ``wait_for_save``."""
 
     def wait_for_save(self) -> None:
-        self.worker.save(self._get_connector_metadata())  # type: ignore[arg-type]
+        self.worker.save(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self.worker.results(finished_req_ids)

@@ -67,7 +67,7 @@ class PoolScheduler:
         self._checked: Future[bool] | None = None
         if loads and not settings.recompute:
             logger.warning(
-                "kv_load_failure_policy is not 'recompute': a request whose blocks are lost before they are loaded fails"
+                "kv_load_failure_policy is not 'recompute': a request whose blocks are lost before it has them fails"
             )
 
     def places(self, places: Mapping[int, PoolPlace]) -> None:

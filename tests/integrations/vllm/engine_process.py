@@ -103,6 +103,12 @@ class Told:
         self.settle()
         return {"reset": self.llm.reset_prefix_cache()}
 
+    def early(self) -> dict[str, Any]:
+        """Layers that prefill has pushed within the steps that computed them."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return {"layers": get_kv_transfer_group().worker.prefill.pushed_early}
+
     def idle(self) -> dict[str, Any]:
         """Finished requests give their blocks back in a step."""
         self.engine.step()

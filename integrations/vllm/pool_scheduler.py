@@ -78,7 +78,7 @@ class PoolScheduler:
         """Whether this engine's hashes are those of whoever came first; says so if not."""
         key = f"vllm/{quote(self._settings.namespace, safe='')}/{self._settings.block_size}/"
         try:
-            return same_hashes(self._pool, key, self._probe(), _ADVICE)
+            return same_hashes(self._pool, key, self._probe(), _ADVICE, self._lookup_s)
         except tm.Error as error:
             logger.warning("hashes were not compared: %s: %s", type(error).__name__, error)
             return False

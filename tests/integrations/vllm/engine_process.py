@@ -72,14 +72,15 @@ class Told:
             "ttft_s": first,
         }
 
-    def begin(self, prompt: list[int], params: dict[str, Any] | None = None, steps: int = 3) -> dict[str, Any]:
+    def begin(self, prompt: str | list[int], params: dict[str, Any] | None = None, steps: int = 3) -> dict[str, Any]:
         """A request that is left standing after some steps."""
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args=extra)
         name = f"request-{time.monotonic_ns()}"
-        name = self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling) or name
+        given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        name = self.engine.add_request(name, given, sampling) or name
         for _ in range(steps):
             self.engine.step()
         return {"name": name}
@@ -103,16 +104,50 @@ class Told:
         self.settle()
         return {"reset": self.llm.reset_prefix_cache()}
 
-    def early(self) -> dict[str, Any]:
-        """Layers that prefill has pushed within the steps that computed them."""
+    def generate_without_pages(self, prompt: list[int]) -> dict[str, Any]:
+        """A request whose pages are removed from the pool between the look-up and the load."""
+        import torch_mooncake as tm
+
+        scheduler = self.engine.engine_core.engine_core.scheduler.connector.scheduler  # type: ignore[attr-defined]
+        allocated = scheduler.allocated
+
+        def remove(*args: Any) -> None:
+            with tm.Pool() as pool:
+                pool.delete(pool.keys("kv/")[::2])
+            allocated(*args)
+
+        scheduler.allocated = remove
+        try:
+            return self.generate(prompt)
+        finally:
+            scheduler.allocated = allocated
+
+    def opened(self, transfer: str) -> dict[str, Any]:
+        """Whether decode's session is open on this rank, within 20 s."""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            found = self._prefill()._transfers.get(transfer)
+            if found is not None and found.session is not None:
+                return {"open": True}
+            time.sleep(0.01)
+        return {"open": False}
+
+    def spoil(self, transfer: str, position: int) -> dict[str, Any]:
+        """Zeroes a block of a prompt that waits to be sent."""
+        prefill = self._prefill()
+        block = prefill._transfers[transfer].blocks[position]
+        for layer in prefill._kv.layers:
+            layer[block].zero_()
+        return {}
+
+    def _prefill(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return {"layers": get_kv_transfer_group().worker.prefill.pushed_early}
+        return get_kv_transfer_group().worker.prefill
 
-    def idle(self) -> dict[str, Any]:
-        """Finished requests give their blocks back in a step."""
-        self.engine.step()
-        return {}
+    def early(self) -> dict[str, Any]:
+        """Layers that prefill has pushed within the steps that computed them."""
+        return {"layers": self._prefill().pushed_early}
 
 
 def main() -> None:

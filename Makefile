@@ -140,7 +140,7 @@ $(VLLM)/ready: | $(PY)
 	  ./integrations/mooncake_compat
 	touch $@
 
-test-integrations: build  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake's wheel beside mooncake_compat
+test-integrations: build $(STAMPS)/demo  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake's wheel beside mooncake_compat
 	@if $(MAKE) env-integrations; then \
 	  TM_STACKS=1 TM_RECORD=docs/integrations.md PYTHONPATH=$(CURDIR) \
 	    $(INTEGRATIONS)/bin/python -m pytest -q -p no:cacheprovider tests/integrations/stacks && \

@@ -72,6 +72,39 @@ class Told:
             "ttft_s": first,
         }
 
+    def timed(self, prompt: list[int], max_tokens: int = 1) -> dict[str, Any]:
+        """``generate``, and the seconds of it that were spent in calls of the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        spent, depth = [0.0], [0]
+        connectors = [self.engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()]  # type: ignore[attr-defined]
+        names = [name for name in dir(type(connectors[0])) if not name.startswith("_")]
+        replaced = []
+
+        def timing(call: Any) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                depth[0] += 1
+                began = time.perf_counter()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    depth[0] -= 1
+                    if not depth[0]:
+                        spent[0] += time.perf_counter() - began
+
+            return timed
+
+        for connector in connectors:
+            for name in names:
+                if callable(getattr(type(connector), name)):
+                    setattr(connector, name, timing(getattr(connector, name)))
+                    replaced.append((connector, name))
+        try:
+            return {**self.generate(prompt, max_tokens), "connector_s": spent[0]}
+        finally:
+            for connector, name in replaced:
+                delattr(connector, name)
+
     def begin(self, prompt: str | list[int], params: dict[str, Any] | None = None, steps: int = 3) -> dict[str, Any]:
         """A request that is left standing after some steps."""
         from vllm import SamplingParams

@@ -37,6 +37,7 @@ class _Known:
 
     request: Any
     saved: int = 0  # blocks, from the first on, that workers were told to store
+    told: bool = False  # of any
     loading: list[bytes] = field(default_factory=list)  # hashes
 
 
@@ -159,7 +160,7 @@ class PoolScheduler:
             hashes = known.request.block_hashes
             end = min(progress.computed // self._settings.block_size, len(hashes), len(progress.blocks))
             if end > known.saved:
-                start, known.saved = known.saved, end
+                start, known.saved, known.told = known.saved, end, True
                 parent = bytes(hashes[start - 1]) if start else None
                 fresh = [bytes(each) for each in hashes[start:end]]
                 meta.saves.append(Order(name, fresh, progress.blocks[start:end], parent))
@@ -195,7 +196,7 @@ class PoolScheduler:
         if known.loading:
             self._meta.cancelled.append(name)
             self._release(known)
-        return known.saved > 0
+        return known.told
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -483,6 +483,18 @@ def test_preempted_request_is_loaded_again(make: Make, pool_env: PoolEnv):
     second.check(request)
 
 
+def test_preempted_request_that_is_aborted_is_reported_as_promised(make: Make, pool_env: PoolEnv):
+    host = make("pool")
+    request = Request("a", PROMPT)
+    host.start(request)
+    host.step(request, 0, 9)  # two blocks are stored
+    host.step(preempted_req_ids={"a"})
+    assert all(store.state != "pending" for store in host.workers[0]._stores["a"])  # nobody reads them any more
+    host.finish(request, "FINISHED_ABORTED")
+    assert "a" in host.held
+    host.until(lambda: host.sent == {"a": 1})
+
+
 def test_load_of_an_aborted_request_is_reported_once(make: Make, pool_env: PoolEnv):
     first, second = make("pool"), make("pool")
     stored(first, Request("a", PROMPT))

@@ -50,6 +50,8 @@ class Proxy:
                 async for data in answer.content.iter_any():
                     await out.write(data)
                 return out
+        except aiohttp.ClientConnectorError as error:
+            raise web.HTTPBadGateway(text=f"no decode: {error}") from error
         finally:  # a client that goes away takes its prefill with it
             prefilling.cancel()
 

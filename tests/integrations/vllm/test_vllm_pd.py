@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engines import Engine, transfer
 
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1500)]
 WHAT = "MooncakePDConnector: SmolLM2 from prefill engines of TP 1 and 3 to decode engines, layer by layer"
 INTRO = "You are a helpful geography assistant. Answer in one short sentence. " * 12
 PROMPTS = [INTRO + question for question in ("The capital of France is", "The largest ocean of the world is")]
@@ -95,6 +95,7 @@ def test_decode_says_what_a_single_engine_says(start: Start):
     assert settled["free"] == settled["all"] - 1
 
     # Prefill is killed in the middle of a prompt.
+    prefill("reset")
     name = uuid.uuid4().hex
     decode.tell("generate", prompt=PROMPTS[0], params=asks(name, remote))
     assert prefill("opened", transfer=name)["open"]

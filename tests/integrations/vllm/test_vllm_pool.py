@@ -12,7 +12,7 @@ from processes import PoolEnv
 
 import torch_mooncake as tm
 
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1500)]
 WHAT = "MooncakePoolConnector: a prefix of 512 tokens from another process's SmolLM2"
 # 512 tokens that are shared, and a question each.
 SHARED = [1 + (37 * i + 11 * i * i) % 40000 for i in range(512)]

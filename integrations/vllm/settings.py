@@ -13,6 +13,10 @@ import torch_mooncake as tm
 
 logger = logging.getLogger("torch_mooncake.integrations")
 
+# vLLM's classes of what is cached, by name: it is not imported here.
+_WHOLE = {"FullAttentionSpec"}  # and MLA's, which is derived from it
+_NOT_WHOLE = {"RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec"}
+
 # What says where a model lies, or who wrote its configuration, and not what it computes.
 _NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 
@@ -31,17 +35,17 @@ class Settings:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Settings:
-        """Raises Unsupported for what the connectors cannot carry: several KV cache groups or states (sliding window
-        beside full attention, Mamba), layers or tokens divided between ranks, blocks whose hashes have another size."""
+        """Raises Unsupported for what the connectors cannot carry: several KV cache groups, sliding windows and states,
+        layers or tokens divided between ranks, blocks whose hashes have another size."""
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         transfer = vllm_config.kv_transfer_config
         for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
             if (degree := int(getattr(parallel, name, 1) or 1)) > 1:
                 raise tm.Unsupported(f"{name} is {degree}: every rank must have all layers and all tokens")
-        groups = list(getattr(kv_cache_config, "kv_cache_groups", None) or [])
-        if len(groups) > 1:
-            kinds = sorted({type(getattr(group, "kv_cache_spec", group)).__name__ for group in groups})
-            raise tm.Unsupported(f"{len(groups)} KV cache groups ({', '.join(kinds)}): only one is carried")
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if len(specs) != 1 or not _whole(specs[0]):
+            kinds = ", ".join(type(spec).__name__ for spec in specs)
+            raise tm.Unsupported(f"KV cache groups ({kinds}): only a single one is carried, of full attention or MLA")
         hashed = getattr(kv_cache_config, "hash_block_size", None) or cache.block_size
         if int(hashed) != int(cache.block_size):
             raise tm.Unsupported(f"blocks of {cache.block_size} tokens, hashes of {hashed}")
@@ -68,6 +72,15 @@ class Settings:
     def rank_namespace(self, rank: int) -> str:
         """Where a rank's pages are: an MLA cache is the same on all of them."""
         return f"{self.namespace}:all" if self.mla else f"{self.namespace}:{rank}of{self.tp_size}"
+
+
+def _whole(spec: Any) -> bool:
+    """Whether requests keep all of their blocks: those of windows and states go, or are none."""
+    many = getattr(spec, "kv_cache_specs", None)
+    if many is not None:
+        return all(map(_whole, many.values()))
+    names = {kind.__name__ for kind in type(spec).__mro__}
+    return bool(names & _WHOLE) and not names & _NOT_WHOLE
 
 
 def positive(extra: Mapping[str, Any], name: str, default: float) -> float:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lost import lose_node
 from processes import Child, PoolEnv, eventually, stop
-from vllm_host import BLOCK, HEADS, LAYERS, Host, Request, config
+from vllm_host import BLOCK, HEADS, LAYERS, FullAttentionSpec, Host, Request, SlidingWindowSpec, config
 
 import torch_mooncake as tm
 from torch_mooncake.integrations.vllm.door import Door, Line, call, split_address
@@ -122,6 +122,23 @@ def test_session_that_opens_within_a_step_gets_all_of_it(make: Make):
     decode.wait(wanted)
     decode.check(wanted)
     assert early(prefill) == LAYERS
+
+
+def test_decode_rank_may_be_done_before_a_rank_that_does_not_feed_it_begins(make: Make):
+    prefill, decode = make("pd", tp=2, role="kv_producer"), make("pd", tp=2, role="kv_consumer")
+    late = prefill.workers[1].prefill
+    advance, waiting = late._advance, []
+    late._advance = waiting.append  # that rank's threads do nothing yet
+    _, params = prefill.serve(Request("p", PROMPT, sends()))
+    request = Request("d", PROMPT, to_decode(params))
+    decode.start(request)
+    decode.until(lambda: decode.received == {"d": 1})  # rank 0 has all it gets
+    late._advance = advance
+    assert eventually(lambda: len(waiting) >= 2)
+    advance(waiting[-1])
+    assert decode.wait(request) == len(PROMPT) - 1
+    decode.check(request)
+    prefill.until(lambda: prefill.all_free)
 
 
 def test_decode_gets_what_it_does_not_have(make: Make):
@@ -323,7 +340,8 @@ result = mine is not None and mine.session is not None
 
 
 def test_settings_that_cannot_be_carried():
-    for options in ({"groups": 2}, {"pp": 2}):
+    two, window = (FullAttentionSpec, FullAttentionSpec), (SlidingWindowSpec,)
+    for options in ({"groups": two}, {"groups": window}, {"pp": 2}):
         with pytest.raises(tm.Unsupported):
             Settings.of(*config(**options))
     vllm_config, cache_config = config()

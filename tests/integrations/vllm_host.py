@@ -26,8 +26,22 @@ BLOCK, LAYERS, HEADS, CONTENT, BLOCKS = 4, 3, 6, 8, 40
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 
 
+class FullAttentionSpec:
+    """Named as vLLM's."""
+
+
+class SlidingWindowSpec:
+    """Likewise."""
+
+
 def config(
-    *, tp: int = 1, role: str = "kv_both", policy: str = "recompute", groups: int = 1, pp: int = 1, **extra: Any
+    *,
+    tp: int = 1,
+    role: str = "kv_both",
+    policy: str = "recompute",
+    groups: tuple[type, ...] = (FullAttentionSpec,),
+    pp: int = 1,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """(what the connectors read of a VllmConfig, of a KVCacheConfig)."""
     transfer = SimpleNamespace(
@@ -42,7 +56,9 @@ def config(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=pp),
         kv_transfer_config=transfer,
     )
-    return vllm_config, SimpleNamespace(kv_cache_groups=[object()] * groups, hash_block_size=BLOCK)
+    return vllm_config, SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec()) for spec in groups], hash_block_size=BLOCK
+    )
 
 
 def content(tokens: list[int], layer: int) -> torch.Tensor:

@@ -79,11 +79,14 @@ def cuda_device(address: int) -> int | None:
     return ordinal.value
 
 
-def register(engine: tm.Engine, address: int, nbytes: int, label: str = "") -> tm.Region:
-    """Let an engine reach memory of this process that is known by its address: host memory, or a device's."""
+def register(
+    engine: tm.Engine, address: int, nbytes: int, label: str = "", *, readable: bool = True, writable: bool = True
+) -> tm.Region:
+    """Let an engine reach memory of this process that is known by its address: host memory, or a device's.
+    ``readable``, ``writable``: by peers."""
     device = cuda_device(address)
     memory = view(address, nbytes) if device is None else cuda_tensor(address, nbytes, device)
-    return engine.register(memory, label=label)
+    return engine.register(memory, label=label, readable=readable, writable=writable)
 
 
 def cuda_tensor(address: int, nbytes: int, device: int) -> Any:

@@ -28,6 +28,14 @@ class Mapped:
 
     def __len__(self) -> int: ...
 
+def crc32c(address: int, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """CRC-32C of byte ranges of this process' memory, one after another."""
+
+def copy_ranges(targets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sources: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+    """
+    Copies byte ranges of this process' memory, by all copy threads; none overlap.
+    """
+
 class Pinned:
     """A buffer of Python's, held in place."""
 
@@ -82,6 +90,11 @@ class RemoteRegion:
 
     @property
     def transport(self) -> str: ...
+
+    def lease(self) -> Mapped | None:
+        """
+        The region's bytes where they lie, for reading only; None if they are not in this process.
+        """
 
 class Peer:
     @property

@@ -1,4 +1,4 @@
-"""Paged-KV operators, as functions and as ``torch.ops.torch_mooncake.*``.
+"""Operators on paged KV and on weights, as functions and as ``torch.ops.torch_mooncake.*``.
 
 A *pool* is a tensor ``[num_pages, *page]`` with any strides, between pages and inside them: a transposed view of an
 NHD pool is read and written as HND. Page ids are a one-dimensional int32 or int64 tensor. The operators that move pages
@@ -33,11 +33,16 @@ from torch_mooncake import ops_meta as _ops_meta  # noqa: E402, F401  (registers
 
 __all__ = [
     "copy_pages",
+    "delta_apply",
+    "delta_apply_ranges",
+    "delta_encode",
+    "delta_encode_ranges",
     "dequantize_pages",
     "gather_pages",
     "gather_pages_layers",
     "hash_pages",
     "hash_pages_batch",
+    "quantize_blocks",
     "quantize_pages",
     "reshard_heads",
     "scatter_pages",
@@ -176,6 +181,77 @@ def dequantize_pages(
         return _ops.dequantize_pages.default(q, scales, list(scale_axes), dtype)
     _ops.dequantize_pages.out(q, scales, list(scale_axes), out=out)
     return out
+
+
+def quantize_blocks(
+    weight: Tensor,
+    block: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits with a scale for each block, as FP8 checkpoints have it (``weight``, ``weight_scale_inv``).
+
+    weight: float32, float16 or bfloat16 ``[*batch, rows, columns]``, any strides; block: rows and columns of one, -1
+    for all of them: (128, 128), or (1, -1) for a scale a row (per channel). Blocks at the edges have the elements that
+    there are. Returns q, of `dtype` (float8_e4m3fn or int8) and weight's shape, and float32 scales ``[*batch,
+    ceil(rows / block[0]), ceil(columns / block[1])]``; `out`: such a pair to write to (q with any strides).
+
+    A block's elements and its scale are what `quantize_pages` makes of them, to the bit: ``q * scale`` is the element
+    again. ``ValueError``: fewer than two dimensions, another dtype, a block below 1.
+    """
+    rows, columns = block
+    if out is None:
+        return _ops.quantize_blocks.default(weight, rows, columns, dtype)
+    q, scales = out
+    _ops.quantize_blocks.out(weight, rows, columns, q=q, scales=scales)
+    return out
+
+
+def delta_encode(base: Tensor, fresh: Tensor, *, limit: int | None = None) -> Tensor | None:
+    """What has changed from `base` to `fresh`, as bytes for `delta_apply`. Bits are compared: exact for every dtype.
+
+    base, fresh: one shape, dtype (elements of 1, 2, 4 or 8 bytes) and device, contiguous. Returns uint8 ``[nbytes]`` on
+    the CPU: about an element and a byte for each change, less where neighbours change, and 0.05 % of 2-byte elements
+    for their places; None if that is more than `limit` bytes. The bytes are the same on every device.
+    """
+    blob = _ops.delta_encode.default(base, fresh, -1 if limit is None else limit)
+    return blob if limit is None or blob.numel() else None
+
+
+def delta_apply(blob: Tensor, target: Tensor) -> None:
+    """Makes of `delta_encode`'s base its fresh one, in place.
+
+    blob: uint8 ``[nbytes]`` on the CPU, from anywhere: bytes that are no delta, or one that was damaged (it has a
+    checksum), are a ``ValueError``, as is one of another number or size of elements; nothing is written then. target:
+    contiguous, any shape, CPU or CUDA (the host waits for the GPU).
+    """
+    _ops.delta_apply.default(blob, target)
+
+
+def delta_encode_ranges(
+    base: Tensor, fresh: Tensor, offsets: Tensor, nbytes: Tensor, element_nbytes: int, *, limit: int | None = None
+) -> Tensor | None:
+    """`delta_encode` of elements that lie in several places: ``cat(base[o : o + n] for o, n in zip(offsets, nbytes))``.
+
+    base, fresh: uint8 ``[total]`` on the CPU; offsets, nbytes: int64 ``[ranges]`` on the CPU, in bytes, whole elements
+    of `element_nbytes` (1, 2, 4 or 8). ``IndexError``: a range leaves the arrays.
+    """
+    blob = _ops.delta_encode_ranges.default(
+        base, fresh, offsets, nbytes, element_nbytes, -1 if limit is None else limit
+    )
+    return blob if limit is None or blob.numel() else None
+
+
+def delta_apply_ranges(
+    blob: Tensor, target: Tensor, offsets: Tensor, nbytes: Tensor, *, base: Tensor | None = None
+) -> None:
+    """`delta_apply` to elements that lie in several places, not necessarily those of the encoder: all that counts is
+    their order. Arguments as of `delta_encode_ranges`; ``ValueError`` if there are not as many elements as in the blob.
+
+    base: another array like `target`, which then gets from it what the delta does not change (of the ranges).
+    """
+    _ops.delta_apply_ranges.default(blob, target, offsets, nbytes, base)
 
 
 def hash_pages(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:

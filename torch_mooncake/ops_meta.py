@@ -101,6 +101,58 @@ def _(q: Tensor, scales: Tensor, scale_axes: Sequence[int], *, out: Tensor) -> N
     _check_shape("out", out, q.shape)
 
 
+@torch.library.register_fake("torch_mooncake::quantize_blocks")
+def _(weight: Tensor, block_rows: int, block_cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    q = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    return q, weight.new_empty(_scales_of_blocks(weight, block_rows, block_cols), dtype=torch.float32)
+
+
+@torch.library.register_fake("torch_mooncake::quantize_blocks.out")
+def _(weight: Tensor, block_rows: int, block_cols: int, *, q: Tensor, scales: Tensor) -> None:
+    _check_shape("q", q, weight.shape)
+    _check_shape("scales", scales, _scales_of_blocks(weight, block_rows, block_cols))
+
+
+def _scales_of_blocks(weight: Tensor, block_rows: int, block_cols: int) -> list[int]:
+    torch._check(weight.dim() >= 2, lambda: f"weight has {weight.dim()} dimensions: rows and columns are needed")
+    sizes = [1 if block == -1 else (n + block - 1) // block
+             for n, block in zip(weight.shape[-2:], (block_rows, block_cols), strict=True)]  # fmt: skip
+    return [*weight.shape[:-2], *sizes]
+
+
+@torch.library.register_fake("torch_mooncake::delta_encode")
+def _(base: Tensor, fresh: Tensor, limit: int) -> Tensor:
+    _check_like("fresh", fresh, base.shape, "base", base)
+    return torch.empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8, device="cpu")
+
+
+@torch.library.register_fake("torch_mooncake::delta_apply")
+def _(blob: Tensor, target: Tensor) -> None:
+    torch._check(blob.dim() == 1, lambda: f"blob has to be one-dimensional, not of shape {blob.shape}")
+
+
+@torch.library.register_fake("torch_mooncake::delta_table")
+def _(blob: Tensor) -> Tensor:
+    return torch.empty(torch.library.get_ctx().new_dynamic_size(), 2, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("torch_mooncake::delta_seal")
+def _(blob: Tensor, elements: int, element_nbytes: int, token_nbytes: int, changed: int) -> None:
+    torch._check(blob.dim() == 1, lambda: f"blob has to be one-dimensional, not of shape {blob.shape}")
+
+
+@torch.library.register_fake("torch_mooncake::delta_encode_ranges")
+def _(base: Tensor, fresh: Tensor, offsets: Tensor, nbytes: Tensor, element_nbytes: int, limit: int) -> Tensor:
+    _check_like("fresh", fresh, base.shape, "base", base)
+    _check_shape("nbytes", nbytes, offsets.shape)
+    return torch.empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8, device="cpu")
+
+
+@torch.library.register_fake("torch_mooncake::delta_apply_ranges")
+def _(blob: Tensor, target: Tensor, offsets: Tensor, nbytes: Tensor, base: Tensor | None) -> None:
+    _check_shape("nbytes", nbytes, offsets.shape)
+
+
 @torch.library.register_fake("torch_mooncake::hash_pages")
 def _(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:
     _check_shape("root", root, [16])

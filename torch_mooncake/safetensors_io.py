@@ -93,6 +93,10 @@ def parse_header(start: bytes, file_nbytes: int) -> Header:
             what = "overlaps the one before" if tensor.offset < end else "leaves a gap"
             raise Corrupt(f"tensor {tensor.name!r} at byte {tensor.offset - data} {what}")
         end += tensor.nbytes
+    if end > file_nbytes:
+        first = next(tensor for tensor in tensors if tensor.offset + tensor.nbytes > file_nbytes)
+        last = first.offset + first.nbytes
+        raise Corrupt(f"tensor {first.name!r} ends at byte {last} of a file that has {file_nbytes}")
     if end != file_nbytes:
         raise Corrupt(f"the header describes a file of {end} bytes, this one has {file_nbytes}")
     return Header(tensors, metadata)

@@ -63,6 +63,16 @@ class RemoteRegion:
         """What carries a read from it: "local", "shm", "process_vm", "unix", "tcp", "file" or "staged"."""
         return self._core.transport
 
+    def lease(self) -> Any:
+        """The region's bytes where they lie, as a buffer (``torch.frombuffer``), if they are in this process's address
+        space: a shared segment of this host, or an engine of this process. None: they are not, or the owner is taking
+        them back.
+
+        For reading only: to write into them is a crash. While anything refers to the buffer, the owner's
+        ``deregister`` waits, or is ``Busy``: it ends with the last reference, or with this process.
+        """
+        return self._core.lease()
+
     def __getitem__(self, key: slice) -> RemoteSlice:
         return RemoteSlice(self, *bounds(key, self.nbytes))
 

@@ -9,6 +9,7 @@
 
 #include "common/random.h"
 #include "memory/shared_heap.h"
+#include "python/memory.h"
 
 namespace torch_mooncake::python {
 
@@ -224,7 +225,15 @@ void bind_transfer(nb::module_& m) {
 
   nb::class_<PyRemoteRegion>(m, "RemoteRegion")
       .def_prop_ro("nbytes", [](PyRemoteRegion& r) { return r->nbytes(); })
-      .def_prop_ro("transport", [](PyRemoteRegion& r) { return r->transport(); });
+      .def_prop_ro("transport", [](PyRemoteRegion& r) { return r->transport(); })
+      .def(
+          "lease",
+          [](PyRemoteRegion& r) -> std::optional<Mapped> {
+            auto data = without_gil([&] { return r->lease(); });
+            if (!data) return std::nullopt;
+            return Mapped(std::const_pointer_cast<std::byte>(std::move(data)), r->nbytes(), true, true);
+          },
+          "The region's bytes where they lie, for reading only; None if they are not in this process.");
 
   nb::class_<PyPeer>(m, "Peer")
       .def_prop_ro("name", [](PyPeer& p) { return p->identity().name; })

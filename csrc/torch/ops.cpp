@@ -1,6 +1,7 @@
 // Schemas of torch.ops.torch_mooncake.*, all of them, and what implements them. Meta kernels: torch_mooncake/ops.py.
 #include <torch/csrc/stable/library.h>
 
+#include "torch/ops_delta.h"
 #include "torch/ops_hash.h"
 #include "torch/ops_heads.h"
 #include "torch/ops_pages.h"
@@ -45,6 +46,33 @@ STABLE_TORCH_LIBRARY(torch_mooncake, m) {
   m.def("dequantize_pages(Tensor q, Tensor scales, int[] scale_axes, ScalarType dtype) -> Tensor");
   m.def("dequantize_pages.out(Tensor q, Tensor scales, int[] scale_axes, *, Tensor(a!) out) -> ()");
 
+  // weight [*batch, rows, columns], fp32, fp16 or bf16, any strides; a scale for each block of block_rows x block_cols
+  // (-1: all of them; blocks at the edges are smaller). dtype float8_e4m3fn or int8; the arithmetic of quantize_pages.
+  // -> q: weight's shape, contiguous; scales: float32 [*batch, ceil(rows / block_rows), ceil(columns / block_cols)]
+  m.def("quantize_blocks(Tensor weight, int block_rows, int block_cols, ScalarType dtype) -> (Tensor, Tensor)");
+  // q: any strides; scales contiguous
+  m.def("quantize_blocks.out(Tensor weight, int block_rows, int block_cols, *, Tensor(a!) q, Tensor(b!) scales) -> ()");
+
+  // base, fresh: of one shape and dtype (elements of 1, 2, 4 or 8 bytes), contiguous -> uint8 [nbytes] on the CPU: a
+  // blob of the elements whose bits differ (csrc/kv/delta.h), [0] if it would have more than `limit` bytes (-1: any)
+  m.def("delta_encode(Tensor base, Tensor fresh, int limit) -> Tensor");
+  // blob uint8 [nbytes] on the CPU; target: as many elements of the same size as base had, contiguous
+  m.def("delta_apply(Tensor blob, Tensor(a!) target) -> ()");
+  // Looks at a blob as delta_apply does -> int64 [segments + 2, 2] on the CPU. Row 0: elements, bytes of one; row 1 +
+  // s: where the tokens and the values of segment s are, in bytes from the blob's start; last row: where they would be
+  // of one more.
+  m.def("delta_table(Tensor blob) -> Tensor");
+  // Fills in the header of a blob whose other parts are there.
+  m.def("delta_seal(Tensor(a!) blob, int elements, int element_nbytes, int token_nbytes, int changed) -> ()");
+  // The same of bytes that lie in several places, on the CPU: base, fresh and target uint8 [n]; offsets, nbytes int64
+  // [ranges], whole elements, one range after the other. The two arrays of a delta have the same ranges; the target may
+  // have others. What a delta does not change is taken from `base`, which is like target and another one, if it is
+  // given.
+  m.def(
+      "delta_encode_ranges(Tensor base, Tensor fresh, Tensor offsets, Tensor nbytes, int element_nbytes, int limit) -> "
+      "Tensor");
+  m.def("delta_apply_ranges(Tensor blob, Tensor(a!) target, Tensor offsets, Tensor nbytes, Tensor? base) -> ()");
+
   // token_ids int64 or int32 [n], root uint8 [16] -> uint8 [n / page_size, 16]: the chain of csrc/kv/page_hash.h
   m.def("hash_pages(Tensor token_ids, int page_size, Tensor root) -> Tensor");
   // Many prompts, one after the other in token_ids [n]: prompt p is [offsets[p], offsets[p + 1]), offsets int64 on the
@@ -65,6 +93,14 @@ static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("quantize_pages.out", TORCH_BOX(&quantize_pages_out));
   m.impl("dequantize_pages", TORCH_BOX(&dequantize_pages));
   m.impl("dequantize_pages.out", TORCH_BOX(&dequantize_pages_out));
+  m.impl("quantize_blocks", TORCH_BOX(&quantize_blocks));
+  m.impl("quantize_blocks.out", TORCH_BOX(&quantize_blocks_out));
+  m.impl("delta_encode", TORCH_BOX(&delta_encode));
+  m.impl("delta_apply", TORCH_BOX(&delta_apply));
+  m.impl("delta_table", TORCH_BOX(&delta_table));
+  m.impl("delta_seal", TORCH_BOX(&delta_seal));
+  m.impl("delta_encode_ranges", TORCH_BOX(&delta_encode_ranges));
+  m.impl("delta_apply_ranges", TORCH_BOX(&delta_apply_ranges));
   m.impl("hash_pages", TORCH_BOX(&hash_pages));
   m.impl("hash_pages_batch", TORCH_BOX(&hash_pages_batch));
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "kv/quantize.h"
 #include "torch/ops_tensors.h"
 
 namespace torch_mooncake::ops {
@@ -14,6 +13,9 @@ bool is_wide(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
 }
 bool is_narrow(ScalarType type) { return type == ScalarType::Float8_e4m3fn || type == ScalarType::Char; }
+
+}  // namespace
+
 kv::WideType wide_type(ScalarType type) {
   if (type == ScalarType::Float) return kv::WideType::fp32;
   return type == ScalarType::Half ? kv::WideType::fp16 : kv::WideType::bf16;
@@ -28,6 +30,8 @@ void require_wide(ScalarType type, const char* what) {
 void require_narrow(ScalarType type, const char* what) {
   if (!is_narrow(type)) refuse(what, " has to be float8_e4m3fn or int8");
 }
+
+namespace {
 
 void check_axes(const std::vector<int64_t>& scale_axes, int64_t dim) {
   for (size_t i = 0; i < scale_axes.size(); ++i) {

@@ -110,6 +110,10 @@ class TM_API RemoteRegion {
       const = 0;  // what would carry a read from it: "local" "shm" "process_vm" "unix" "tcp"
   // Non-null if the region lies in a segment this process has mapped (shm): the bytes themselves, for reading.
   virtual std::shared_ptr<const std::byte> mapped() const = 0;
+  // The region's bytes where they lie, for reading, if they are in this process' address space (a mapped segment, an
+  // engine of this process). Until the last copy of the pointer goes, the owner's deregister() waits, or is Busy. Null:
+  // they are elsewhere, or the owner is taking them back.
+  virtual std::shared_ptr<const std::byte> lease() { return nullptr; }
 };
 using RemoteRegionPtr = std::shared_ptr<RemoteRegion>;
 

@@ -7,6 +7,7 @@
 #include "transfer/engine_impl.h"
 #include "transfer/file/endpoint.h"
 #include "transfer/local/endpoint.h"
+#include "transfer/local/memory.h"
 #include "transfer/process_vm/endpoint.h"
 #include "transfer/rdma/endpoint.h"
 #include "transfer/shm/endpoint.h"
@@ -473,6 +474,17 @@ std::shared_ptr<const std::byte> RemoteRegionImpl::mapped() const {
   for (auto& path : paths_[static_cast<int>(LocalKind::host)])
     if (path.memory) return path.memory->mapped();
   return nullptr;
+}
+
+std::shared_ptr<const std::byte> RemoteRegionImpl::lease() {
+  auto& memory = path(Direction::read).memory;
+  if (!memory) return nullptr;
+  auto* local = dynamic_cast<LocalMemory*>(memory.get());
+  auto* usage = local ? &local->region->usage() : &usage_;
+  const std::byte* data = local ? local->region->data() : memory->mapped().get();
+  auto& user = static_cast<PeerImpl&>(*peer_).name();
+  if (data == nullptr || !usage->acquire(user)) return nullptr;
+  return {data, [self = shared_from_this(), usage, &user](const std::byte*) { usage->release(user); }};
 }
 
 std::string RemoteRegionImpl::name() const {

@@ -145,6 +145,7 @@ class RemoteRegionImpl final : public RemoteRegion, public std::enable_shared_fr
   const std::shared_ptr<Peer>& peer() const override { return peer_; }
   std::string transport() const override;
   std::shared_ptr<const std::byte> mapped() const override;
+  std::shared_ptr<const std::byte> lease() override;
 
   const Descriptor& descriptor() const { return opened_.descriptor; }
   uint32_t grant() const { return opened_.grant; }

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Local, Manifest, Piece, Whole
 
@@ -39,12 +40,12 @@ class Shapes:
     def scaled(self, by: int) -> Shapes:
         """Every width divided by ``by``: fewer bytes, as many tensors."""
         widths = ("hidden", "q_lora", "kv_lora", "nope", "rope", "value", "inner", "dense_inner", "vocabulary")
-        return replace(self, **{name: getattr(self, name) // by for name in widths})
+        return replace(self, **{name: max(1, getattr(self, name) // by) for name in widths})
 
     def whole(self, name: str, *shape: int) -> Whole:
         return Whole(name, shape, self.dtype if len(shape) > 1 and "router" not in name else self.small_dtype)
 
-    def attention(self, layer: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    def attention(self, layer: int | str) -> dict[str, tuple[tuple[int, ...], int | None]]:
         """Shape, and the dimension that tensor parallel cuts (None: on all ranks)."""
         at, qk = f"model.layers.{layer}", self.nope + self.rope
         return {
@@ -180,6 +181,35 @@ def _layer(rank: _Rank, layer: int, ep: int, ranks: int, *, stacked: bool) -> No
     if layer >= shapes.dense_layers:
         count = shapes.experts // ranks
         rank.experts(layer, ep * count, count, stacked)
+
+
+def trainer_layout(shapes: Shapes, rank: int, *, tp: int = 8) -> Layout:
+    """What ``trainers`` say of the rank's tensors, as rules for ``weights.Publisher``. Experts are whole: no rule."""
+    return Layout(_split_rules(shapes), {"tp": (rank % tp, tp)})
+
+
+def server_layout(shapes: Shapes, rank: int, *, tp: int) -> Layout:
+    """What ``servers`` say of the rank's tensors, as rules for ``weights.Subscriber``."""
+    inner, hidden, expert = shapes.inner, shapes.hidden, "model.layers.{i}.mlp.experts.{e}"
+    w13 = [Part(f"{expert}.{name}", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+    stack = Stack("e", shapes.experts, "tp")
+    stacked = [
+        Rule("layers.{i}.w13", w13, stack=stack),
+        Rule("layers.{i}.w2", [Part(f"{expert}.down_proj", (hidden, inner))], stack=stack),
+    ]
+    return Layout([*stacked, *_split_rules(shapes)], {"tp": (rank % tp, tp)})
+
+
+def _split_rules(shapes: Shapes) -> list[Rule]:
+    tensors = {**shapes.attention("{i}"), "model.embed": ((shapes.vocabulary, shapes.hidden), 0)}
+    tensors["lm_head"] = tensors["model.embed"]
+    for layer in range(shapes.dense_layers):
+        tensors.update(shapes.mlp(layer))
+    for name, tensor in shapes.mlp(shapes.dense_layers).items():
+        tensors[name.replace(f".{shapes.dense_layers}.", ".{i}.", 1)] = tensor
+    return [
+        Rule(name, [Part(name, shape, [Split("tp", dim)])]) for name, (shape, dim) in tensors.items() if dim is not None
+    ]
 
 
 def places(count: int, of: str, *, each: int = 8) -> Iterator[Place]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import kimi_k2
 import plot
@@ -21,13 +22,18 @@ from torch_mooncake.weights.plan import plan
 from torch_mooncake.weights.simulate import Network, simulate
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=8, help="inference engines (default: %(default)s)")
     parser.add_argument("--tp", type=int, default=32, help="ranks of each, a divisor of 384 (default: %(default)s)")
     parser.add_argument("--gbit", type=float, default=400, help="rate of each rank's NIC (default: %(default)s)")
+    parser.add_argument(
+        "--payload", type=float, default=0.94, help="part of that rate that is not headers (default: %(default)s)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the NICs over time")
-    args = parser.parse_args()
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Plans, predicts and prints. SystemExit if the trainers would not send each byte exactly once."""
     shapes = kimi_k2.Shapes()
     sources = kimi_k2.trainers(shapes)
     targets = kimi_k2.servers(shapes, instances=args.engines, tp=args.tp)
@@ -36,9 +42,11 @@ def main() -> None:
     made = plan(sources, targets, places)
     planned = time.process_time() - began
     sent, received = made.traffic()
+    if sent[: len(sources)].sum() != made.nbytes:
+        raise SystemExit(f"the trainers would send {sent[: len(sources)].sum()} bytes of {made.nbytes} unique ones")
     rate = args.gbit * 1e9 / 8
-    said = simulate(made, Network(nic=rate))
-    ingress = received.max() / rate
+    said = simulate(made, Network(nic=rate, payload=args.payload))
+    ingress = float(received.max() / rate)
     egress = made.nbytes / len(sources) / rate
     rows = [
         ("parameters", f"{shapes.parameters / 1e12:.3f} T"),
@@ -46,7 +54,8 @@ def main() -> None:
         ("unique bytes", f"{made.nbytes / 1e9:.1f} GB"),
         (
             "sent by all trainers",
-            f"{sent[: len(sources)].sum() / 1e9:.1f} GB, at most {sent[: len(sources)].max() / 1e9:.2f} GB a rank",
+            f"{sent[: len(sources)].sum() / 1e9:.1f} GB, each byte once; at most "
+            f"{sent[: len(sources)].max() / 1e9:.2f} GB a rank",
         ),
         (
             "received by a server rank",
@@ -54,13 +63,27 @@ def main() -> None:
         ),
         ("bound: ingress", f"{ingress:.3f} s"),
         ("bound: egress of trainers", f"{egress:.3f} s"),
-        ("predicted", f"{said.seconds:.3f} s on {args.gbit:g} Gbit/s NICs, {said.seconds / ingress:.2f} of the bound"),
+        (
+            "predicted",
+            f"{said.seconds:.3f} s on {args.gbit:g} Gbit/s NICs with {args.payload:g} of it payload, "
+            f"{said.seconds / ingress:.2f} of the bound",
+        ),
     ]
     for name, value in rows:
         print(f"{name:<28}{value}")
     if args.plot:
         args.plot.write_text(plot.svg(said, rate))
         print(f"{'NICs over time':<28}{args.plot}")
+    return {
+        "planned_s": planned, "nbytes": made.nbytes, "received_by_a_rank": int(received.max()),
+        "bound_ingress_s": ingress, "bound_egress_s": egress, "predicted_s": said.seconds,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments(parser)
+    report(parser.parse_args())
 
 
 if __name__ == "__main__":

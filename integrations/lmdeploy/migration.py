@@ -19,6 +19,7 @@ from lmdeploy.pytorch.disagg.backend.base import MigrationBackendImpl
 
 import torch_mooncake as tm
 from torch_mooncake.integrations import _memory
+from torch_mooncake.integrations._dial import dial
 
 _TRANSPORTS = {"TCP": ("local", "shm", "tcp"), "RDMA": ("local", "shm", "rdma"), "NVLINK": ("local", "shm")}
 NAME = "Mooncake"  # LMDeploy's list of names is closed: this is one that it accepts
@@ -83,22 +84,8 @@ class TorchMooncakeMigration(MigrationBackendImpl):
         """PeerLost, AuthError, Unsupported … if the remote engine, or a pool of it, cannot be reached."""
         link = self._link(remote_engine_id)
         told = json.loads(conn_req.endpoint_info)
-        link.peer = self._connect(self._engines[link.protocol], told)
+        link.peer = dial(self._engines[link.protocol], told["addresses"], told["engine"], self._timeout_s)
         link.theirs = {int(key): link.peer.open(bytes.fromhex(text)) for key, text in told["regions"].items()}
-
-    def _connect(self, engine: tm.Engine, told: dict[str, Any]) -> tm.Peer:
-        failure: tm.Error = tm.PeerLost("the remote engine listens nowhere")
-        for address in told["addresses"]:
-            try:
-                peer = engine.connect(address, timeout=self._timeout_s)
-            except (tm.PeerLost, tm.Unsupported) as error:
-                failure = error
-                continue
-            if peer.id.hex() == told["engine"]:
-                return peer
-            peer.close()
-            failure = tm.PeerLost("another engine answers there", peer=address)
-        raise failure
 
     async def p2p_migrate(self, assignment: Any, async_op: bool = False) -> None:
         """Read the assigned bytes. When it is cancelled, the reads are over before it ends."""

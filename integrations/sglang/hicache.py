@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 import torch_mooncake as tm
-from torch_mooncake.integrations._hash_check import logger
-
-Piece = tuple[int, int]
+from torch_mooncake.integrations.sglang import host_pages
+from torch_mooncake.integrations.sglang.objects import Objects, Piece
 
 
 class PoolHiCache(HiCacheStorage):
@@ -30,11 +28,8 @@ class PoolHiCache(HiCacheStorage):
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
-        self._config = storage_config
-        self._timeout_s = float(extra.get("timeout_s", 10.0))
-        self._replicas = extra.get("replicas", 1)
-        self._pool = tm.Pool(extra.get("address"))
-        self._blobs = tm.Blobs(self._pool)
+        timeout_s, replicas = float(extra.get("timeout_s", 10.0)), extra.get("replicas", 1)
+        self._stored = Objects(tm.Pool(extra.get("address")), "SGLang HiCache", timeout_s, replicas)
         model = quote(storage_config.model_name or "model", safe="")
         self._base = f"sglang/{quote(str(extra.get('namespace', 'default')), safe='')}/{model}/"
         self._layouts: dict[int, str] = {}
@@ -53,8 +48,7 @@ class PoolHiCache(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there with all that belongs to them."""
-        names = self._names(self.mem_pool_host, keys, "")
-        return self._leading(names) // len(self._ranks)
+        return self._stored.leading(self._names(self.mem_pool_host, keys, "")) // len(self._ranks)
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -68,13 +62,18 @@ class PoolHiCache(HiCacheStorage):
         return {each.name: self._transfer(each, self._get_pages) for each in transfers}
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Every prefix that all pools can serve; the longest is the hit. BLOCK_GROUPS are Unsupported."""
+        """Every prefix that all pools can serve; the longest is the hit. Pools of BLOCK_GROUPS are a second form of the
+        pages: what their whole groups cover, from the first on, is told beside it and does not shorten it."""
         logical = getattr(self.mem_pool_host, "kv_buffer", None) is None  # it only owns indices
         pages = len(keys) if logical else self.batch_exists(keys, extra_info)
         hits: dict[Any, int] = {"kv": pages} if pages else {}
         usable = set(range(1, pages + 1))
         for each in pool_transfers or []:
-            there = self._each(self._names(self._host_pool(each.name), keys[:pages], str(each.name)))
+            if each.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                if covered := self._covered(each, len(keys)):
+                    hits[each.name] = covered
+                continue
+            there = self._stored.there(self._names(self._host_pool(each.name), keys[:pages], str(each.name)))
             if each.hit_policy == PoolHitPolicy.ALL_PAGES:
                 run = there.index(False) if False in there else pages
                 good = set(range(1, run + 1))
@@ -87,6 +86,14 @@ class PoolHiCache(HiCacheStorage):
                 hits[each.name] = max(good)
             usable &= good
         return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
+
+    def _covered(self, each: Any, pages: int) -> int:
+        """Pages that the leading whole groups stand for: ``group_pages`` keys of the transfer for ``block_pages``."""
+        if each.block_pages <= 0 or each.group_pages <= 0 or not each.keys:
+            raise tm.InvalidArgument(f"{each.name}: block groups need block_pages, group_pages and keys")
+        names = self._names(self._host_pool(each.name), each.keys, str(each.name))
+        groups = self._stored.leading(names) // each.group_pages
+        return int(min(groups * each.block_pages, pages))
 
     def _transfer(self, each: Any, call: Any) -> list[bool]:
         part = "" if str(each.name) == "kv" else str(each.name)
@@ -109,11 +116,8 @@ class PoolHiCache(HiCacheStorage):
         """Each target filled with its value, None for a miss. Without targets: uint8 tensors."""
         names = [self._flat(key) for key in keys]
         if target_locations is None:
-            found = self._try(
-                "get", lambda: self._pool.get_many(names, errors="return", timeout=self._timeout_s), names
-            )
-            return [None if isinstance(each, Exception) else _as_tensor(each) for each in found]
-        outcomes = self._read(names, [[_piece(target)] for target in target_locations])
+            return [None if isinstance(each, Exception) else _as_tensor(each) for each in self._stored.values(names)]
+        outcomes = self._stored.read(names, [[_piece(target)] for target in target_locations])
         return [target if done else None for target, done in zip(target_locations, outcomes, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -123,17 +127,14 @@ class PoolHiCache(HiCacheStorage):
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         dense = [value.contiguous() for value in (target_locations if values is None else values)]
-        return all(self._write([self._flat(key) for key in keys], [[_piece(value)] for value in dense]))
+        return all(self._stored.write([self._flat(key) for key in keys], [[_piece(value)] for value in dense]))
 
     def clear(self) -> None:
         """Remove all pages of this namespace and model, of every layout and rank."""
-        try:
-            self._pool.delete(self._pool.keys(self._base, timeout=self._timeout_s), timeout=self._timeout_s)
-        except tm.Error as error:
-            logger.warning("SGLang clear: %s: %s", type(error).__name__, error)
+        self._stored.clear(self._base)
 
     def close(self) -> None:
-        self._pool.close()
+        self._stored.close()
 
     # --- inside ---
 
@@ -142,23 +143,12 @@ class PoolHiCache(HiCacheStorage):
         if id(host_pool) not in self._layouts:
             import torch
 
-            _, sizes = self._pieces(
-                host_pool, torch.arange(getattr(host_pool, "logical_page_size", host_pool.page_size)), ""
-            )
-            described = (
-                type(host_pool).__name__,
-                getattr(host_pool, "layout", ""),
-                str(getattr(host_pool, "dtype", "")),
-            )
-            dims = [getattr(host_pool, name, None) for name in ("page_size", "layer_num", "head_num", "head_dim")]
-            text = repr((described, dims[:2], dims[3], list(sizes[: len(sizes) // (1 if part else len(self._ranks))])))
+            page = torch.arange(getattr(host_pool, "logical_page_size", host_pool.page_size))
+            parts = 1 if part else len(self._ranks)
+            _, sizes = host_pages.spans(host_pool, page, parts)
+            text = f"{host_pages.form(host_pool)} {sizes[: len(sizes) // parts]}"
             self._layouts[id(host_pool)] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return self._layouts[id(host_pool)]
-
-    def _pieces(self, host_pool: Any, host_indices: Any, part: str) -> tuple[Sequence[int], Sequence[int]]:
-        if len(self._ranks) > 1 and not part:
-            return host_pool.get_split_heads_page_buffer_meta(host_indices, len(self._ranks))
-        return host_pool.get_page_buffer_meta(host_indices)
 
     def _names(self, host_pool: Any, keys: list[str], part: str) -> list[str]:
         """The objects of each page, those of one page together."""
@@ -169,18 +159,18 @@ class PoolHiCache(HiCacheStorage):
 
     def _objects(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> tuple[list[str], list[list[Piece]]]:
         names = self._names(host_pool, keys, part)
-        addresses, sizes = self._pieces(host_pool, indices, part)
+        addresses, sizes = host_pages.spans(host_pool, indices, 1 if part else len(self._ranks))
         if not names or len(addresses) % len(names):
             raise tm.LayoutMismatch(f"{len(addresses)} pieces of memory do not make {len(names)} objects")
         each = len(addresses) // len(names)
-        pieces = list(zip(map(int, addresses), map(int, sizes), strict=True))
+        pieces = list(zip(addresses, sizes, strict=True))
         return names, [pieces[i * each : (i + 1) * each] for i in range(len(names))]
 
     def _set_pages(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> list[bool]:
-        return self._pages(host_pool, keys, indices, part, self._write)
+        return self._pages(host_pool, keys, indices, part, self._stored.write)
 
     def _get_pages(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> list[bool]:
-        return self._pages(host_pool, keys, indices, part, self._read)
+        return self._pages(host_pool, keys, indices, part, self._stored.read)
 
     def _pages(self, host_pool: Any, keys: list[str], indices: Any, part: str, call: Any) -> list[bool]:
         if not keys:
@@ -189,33 +179,6 @@ class PoolHiCache(HiCacheStorage):
         done = call(names, pieces)
         each = len(names) // len(keys)
         return [all(done[i * each : (i + 1) * each]) for i in range(len(keys))]
-
-    def _write(self, names: list[str], pieces: list[list[Piece]]) -> list[bool]:
-        options = {"sealed": True, "replicas": self._replicas, "timeout": self._timeout_s}
-        outcomes = self._try("set", lambda: self._blobs.put_from(names, pieces, **options), names)
-        _log("set", outcomes)
-        return [not isinstance(outcome, Exception) for outcome in outcomes]
-
-    def _read(self, names: list[str], pieces: list[list[Piece]]) -> list[bool]:
-        outcomes = self._try("get", lambda: self._blobs.get_into(names, pieces, timeout=self._timeout_s), names)
-        _log("get", outcomes)
-        wanted = [sum(nbytes for _, nbytes in of_name) for of_name in pieces]
-        return [outcome == nbytes for outcome, nbytes in zip(outcomes, wanted, strict=True)]
-
-    def _leading(self, names: list[str]) -> int:
-        return self._try("exists", lambda: self._pool.exists_prefix(names, timeout=self._timeout_s), 0)
-
-    def _each(self, names: list[str]) -> list[bool]:
-        found = self._try("exists", lambda: self._pool.exists(names, timeout=self._timeout_s) if names else [], names)
-        return [each is True for each in found]
-
-    def _try(self, what: str, call: Any, otherwise: Any) -> Any:
-        """What the call returns; if the pool fails, that for each of ``otherwise``, or 0."""
-        try:
-            return call()
-        except tm.Error as error:
-            logger.warning("SGLang %s: %s: %s", what, type(error).__name__, error)
-            return [error] * len(otherwise) if isinstance(otherwise, list) else otherwise
 
     def _flat(self, key: str) -> str:
         return f"{self._base}flat/{self._ranks[0]}/{key}"
@@ -245,9 +208,3 @@ def _as_tensor(value: Any) -> Any:
     import torch
 
     return value if isinstance(value, torch.Tensor) else torch.frombuffer(bytearray(value), dtype=torch.uint8)
-
-
-def _log(what: str, outcomes: Sequence[Any]) -> None:
-    failed = [each for each in outcomes if isinstance(each, Exception) and not isinstance(each, tm.KeyNotFound)]
-    if failed:
-        logger.warning("SGLang %s: %d of %d failed: %s", what, len(failed), len(outcomes), failed[0])

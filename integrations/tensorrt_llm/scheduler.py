@@ -16,9 +16,11 @@ Slots = tuple[int, ...]  # a block's page in each layer group; -1: it has none
 
 @dataclass
 class Metadata:
-    """Of one step, for the workers: (block's name, its pages)."""
+    """Of one step, for the workers: (block's name, its pages). ``aside``: of requests that wait for them, by their id,
+    and are not part of the step."""
 
     loads: list[tuple[str, Slots]] = field(default_factory=list)
+    aside: list[tuple[int, list[tuple[str, Slots]]]] = field(default_factory=list)
     saves: list[tuple[str, Slots]] = field(default_factory=list)
 
 
@@ -30,6 +32,7 @@ class _Request:
     matched: list[str] = field(default_factory=list)  # names of the blocks to load
     first: int = 0  # which block the first of them is
     saved: int = 0  # blocks that need not be saved (any more)
+    loaded: bool = False  # the workers have been told to load what was matched
 
 
 class Scheduler:
@@ -40,10 +43,11 @@ class Scheduler:
         self._settings = Settings.of(llm_args)
         self._pool = tm.Pool()
         self._requests: dict[int, _Request] = {}
+        self._aside: list[int] = []  # requests whose blocks are to be loaded while others run
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """(tokens of whole blocks behind the computed ones that the pool has; False: they are loaded before the step).
-        At least one token is left to compute."""
+        """(tokens of whole blocks behind the computed ones that the pool has; whether the request waits for them aside,
+        or the step for it). At least one token is left to compute."""
         size = self._settings.tokens_per_block
         state = _Request(salt_of(request))
         self._requests[request.request_id] = state  # an id that comes again is a new request
@@ -59,7 +63,7 @@ class Scheduler:
             logger.warning("TensorRT-LLM look-up: %s: %s", type(error).__name__, error)
             there = 0
         state.matched = names[: there // self._settings.ranks]
-        return len(state.matched) * size, False
+        return len(state.matched) * size, self._settings.asynchronous and bool(state.matched)
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
@@ -67,18 +71,21 @@ class Scheduler:
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         state = self._requests.setdefault(request.request_id, _Request(salt_of(request)))
         state.blocks = [tuple(int(page) for page in pages) for pages in zip(*block_ids, strict=True)]
+        if self._settings.asynchronous and state.matched and not state.loaded:
+            self._aside.append(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         """Loads of requests that start, and saves of all blocks that are full after this step."""
-        made = Metadata()
+        made = Metadata(aside=[(number, self._load(self._requests[number])) for number in self._aside])
+        self._aside = []
         for data in scheduler_output.new_requests:
             state = self._requests.setdefault(data.request_id, _Request(None))
             state.tokens = list(data.new_tokens)
             given = self._new_blocks(data)
             if not state.blocks:
                 state.blocks = given
-            blocks = state.blocks[state.first : state.first + len(state.matched)]
-            made.loads += zip(state.matched, blocks, strict=True)
+            if not state.loaded:
+                made.loads += self._load(state)
             state.saved = state.first + len(state.matched)
             self._save(made, state, data)
         for data in scheduler_output.cached_requests:
@@ -87,6 +94,11 @@ class Scheduler:
             state.blocks += self._new_blocks(data)
             self._save(made, state, data)
         return made
+
+    def _load(self, state: _Request) -> list[tuple[str, Slots]]:
+        """What was matched, as far as blocks were given for it."""
+        state.loaded = True
+        return list(zip(state.matched, state.blocks[state.first :], strict=False))
 
     def _save(self, made: Metadata, state: _Request, data: Any) -> None:
         full = (data.computed_position + data.num_scheduled_tokens) // self._settings.tokens_per_block
@@ -106,6 +118,7 @@ class Scheduler:
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
         """False: what was to be saved is, its blocks may go."""
         state = self._requests.pop(request.request_id, None)
+        self._aside = [number for number in self._aside if number != request.request_id]
         if state is not None and state.matched:
             try:
                 self._pool.unpin(self._settings.keys(state.matched), timeout=self._settings.timeout_s)

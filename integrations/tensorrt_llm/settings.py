@@ -16,7 +16,8 @@ from torch_mooncake.kv import page_hashes, root_hash
 @dataclass(frozen=True)
 class Settings:
     """Taken from the server's arguments and, where those do not say, from the environment: ``TM_TRTLLM_NAMESPACE`` (the
-    tenant; "default"), ``TM_TRTLLM_TIMEOUT_S`` (10), ``TM_TRTLLM_REPLICAS`` (1)."""
+    tenant; "default"), ``TM_TRTLLM_TIMEOUT_S`` (10), ``TM_TRTLLM_REPLICAS`` (1), ``TM_TRTLLM_ASYNC`` (0; 1: requests
+    wait for their blocks aside, while others run)."""
 
     model: str
     namespace: str
@@ -24,6 +25,7 @@ class Settings:
     ranks: int  # of tensor and pipeline parallelism: each has a part of every block
     timeout_s: float
     replicas: int
+    asynchronous: bool
 
     @classmethod
     def of(cls, llm_args: Any) -> Settings:
@@ -39,6 +41,7 @@ class Settings:
             * int(getattr(llm_args, "pipeline_parallel_size", 1) or 1),
             timeout_s=float(os.environ.get("TM_TRTLLM_TIMEOUT_S", 10)),
             replicas=int(os.environ.get("TM_TRTLLM_REPLICAS", 1)),
+            asynchronous=os.environ.get("TM_TRTLLM_ASYNC", "0") == "1",
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch_mooncake as tm
@@ -16,11 +17,13 @@ Region = tuple[int, int, int]  # (address of page 0, bytes from a page to the ne
 
 
 class Worker:
-    """One rank. Loads are over before ``start_load_kv`` returns, saves before ``wait_for_save`` does.
+    """One rank. Loads are over before ``start_load_kv`` returns, saves before ``wait_for_save`` does; loads of requests
+    that wait aside are over when ``get_finished`` names them.
 
-    A load that fails **raises**: TensorRT-LLM has no way to be told that a block is not there after all, and would
-    answer from whatever the page holds. What was matched is pinned in the pool until then, so that only the loss of
-    the node that has it comes to that. A save that fails is logged, and the block is not in the pool.
+    A load that fails **raises**, in ``get_finished`` if it was one aside: TensorRT-LLM has no way to be told that a
+    block is not there after all, and would answer from whatever the page holds. What was matched is pinned in the pool
+    until then, so that only the loss of the node that has it comes to that. A save that fails is logged, and the block
+    is not in the pool.
     """
 
     def __init__(self, llm_args: Any, rank: int | None = None) -> None:
@@ -31,6 +34,9 @@ class Worker:
         self._blobs = tm.Blobs(self._pool)
         self._groups: list[list[Region]] = []
         self._device: int | None = None
+        self._threads = ThreadPoolExecutor(2, "tm-trtllm-load")
+        self._aside: dict[int, Future[None]] = {}
+        self._asked: set[int] = set()  # requests that TensorRT-LLM has asked about, and not been told of
 
     # --- the cache ---
 
@@ -79,8 +85,19 @@ class Worker:
     # --- the step ---
 
     def start_load_kv(self, stream: Any) -> None:
-        """Load what this step needs; an error of ``tm.errors`` if any of it is not there."""
-        loads = self.get_connector_meta().loads if self.get_connector_meta() is not None else []  # type: ignore[attr-defined]
+        """Load what this step needs; an error of ``tm.errors`` if any of it is not there. What requests wait for aside
+        is begun, behind the work that the stream has now: it may still use those pages."""
+        metadata = self.get_connector_meta()  # type: ignore[attr-defined]
+        if metadata is None:
+            return
+        for number, loads in metadata.aside:
+            before = None if stream is None else stream.record_event()
+            self._aside[number] = self._threads.submit(self._load, loads, before)
+        self._load(metadata.loads)
+
+    def _load(self, loads: list[Any], before: Any = None) -> None:
+        if before is not None:
+            before.synchronize()
         if not loads:
             return
         keys = [self._settings.key(name, self._rank) for name, _ in loads]
@@ -132,10 +149,19 @@ class Worker:
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Nothing is asynchronous: whoever is asked about is done."""
-        return list(finished_gen_req_ids), list(started_loading_req_ids)
+        """Saves are over: whoever is asked about is done. Loads aside: those that have ended; the error of one that has
+        failed is raised."""
+        self._asked |= set(started_loading_req_ids)
+        loaded = [number for number in self._asked if number not in self._aside or self._aside[number].done()]
+        self._asked -= set(loaded)
+        for number in loaded:
+            if (load := self._aside.pop(number, None)) is not None:
+                load.result()
+        return list(finished_gen_req_ids), loaded
 
     def close(self) -> None:
+        """What is under way ends before."""
+        self._threads.shutdown(wait=True)
         self._pool.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
+import os
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lost import lose_node
-from processes import PoolEnv
+from processes import PoolEnv, eventually
 
 import torch_mooncake as tm
 from torch_mooncake.integrations.tensorrt_llm.connector import check_signatures
@@ -88,7 +89,7 @@ class Host:
         self.scheduler = HostScheduler(args)
         self.workers = [HostWorker(args, rank) for rank in range(ranks)]
         self.caches = [torch.zeros(blocks, LAYERS, 2, ELEMENTS) for _ in range(ranks)]
-        self.grouped = group_pages
+        self.grouped, self.asynchronous = group_pages, os.environ.get("TM_TRTLLM_ASYNC") == "1"
         for worker, cache in zip(self.workers, self.caches, strict=True):
             if group_pages:  # two layer groups over the same pool: layer 0, and the others
                 page, item = LAYERS * 2 * ELEMENTS * 4, 2 * ELEMENTS * 4
@@ -107,7 +108,7 @@ class Host:
         """Prefill one request in steps of ``chunk`` tokens; the blocks it has afterwards."""
         tokens = request.get_tokens(0)
         matched, later = self.scheduler.get_num_new_matched_tokens(request, 0)
-        assert not later
+        assert later is (self.asynchronous and matched > 0)
         assert matched % TOKENS == 0
         assert matched < len(tokens)
         blocks = [self.free.pop() for _ in range(-(-len(tokens) // TOKENS))]
@@ -117,6 +118,8 @@ class Host:
         else:
             self.scheduler.update_state_after_alloc(request, blocks)
         self.computed.append(len(tokens) - matched)
+        if later:
+            self.park(request.request_id)
         position, first = matched, True
         while position < len(tokens):
             count = min(chunk or len(tokens), len(tokens) - position)
@@ -127,6 +130,17 @@ class Host:
             self.step(self.scheduler.build_connector_meta(output), tokens, blocks, position, count)
             position, first = position + count, False
         return blocks
+
+    def park(self, number: int) -> None:
+        """The request waits aside: it is in no step until all workers have said that its blocks are there."""
+        metadata = self.scheduler.build_connector_meta(SchedulerOutput())
+        for worker in self.workers:
+            worker.bind_connector_meta(metadata)
+            worker.start_load_kv(None)
+        done: list[list[int]] = [worker.get_finished([], [number])[1] for worker in self.workers]
+        for some, worker in zip(done, self.workers, strict=True):
+            assert eventually(lambda some=some, worker=worker: some or some.extend(worker.get_finished([], [])[1]))
+        assert done == [[number]] * len(self.workers)
 
     def step(self, metadata: Any, tokens: list[int], blocks: list[int], position: int, count: int) -> None:
         for rank, worker in enumerate(self.workers):
@@ -173,7 +187,12 @@ def host(pool_env: PoolEnv) -> Any:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_another_server_starts_from_what_one_has_computed(host: Any, ranks: int, grouped: bool):
+@pytest.mark.parametrize("aside", ["0", "1"])
+def test_another_server_starts_from_what_one_has_computed(
+    host: Any, ranks: int, grouped: bool, aside: str, monkeypatch: pytest.MonkeyPatch
+):
+    """V1 and V2, loaded before the step or aside."""
+    monkeypatch.setenv("TM_TRTLLM_ASYNC", aside)
     prefill, decode = (host(ranks=ranks, group_pages=grouped) for _ in range(2))
     tokens = list(range(100, 122))
     prefill.finish(first := Request(1, tokens), prefill.run(first))
@@ -280,6 +299,29 @@ def test_a_lost_block_fails_the_load_and_a_lost_pool_is_a_miss(host: Any, pool_e
     started = time.monotonic()
     assert server.scheduler.get_num_new_matched_tokens(Request(9, list(range(20))), 0) == (0, False)
     assert time.monotonic() - started < 20
+
+
+def test_a_load_aside_that_fails_is_raised_when_it_is_asked_for(host: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TM_TRTLLM_ASYNC", "1")
+    server, other = host(), host()
+    server.run(Request(1, list(range(20))))
+    request, later = Request(2, list(range(20))), Request(3, list(range(20)))
+    for number, each in enumerate((request, later)):
+        assert other.scheduler.get_num_new_matched_tokens(each, 0) == (16, True)
+        other.scheduler.update_state_after_alloc(each, [5 * number + i for i in range(3)])  # fewer than were offered
+    other.scheduler.request_finished(later, [])  # cancelled before it was begun
+    made = other.scheduler.build_connector_meta(SchedulerOutput())
+    assert [(number, len(loads)) for number, loads in made.aside] == [(2, 3)]
+    pool = tm.init()
+    pool.delete(pool.keys("tensorrt_llm/"))
+    worker = other.workers[0]
+    worker.bind_connector_meta(made)
+    worker.start_load_kv(None)
+    asked = iter([[2]])
+    with pytest.raises(tm.KeyNotFound):
+        eventually(lambda: worker.get_finished([], next(asked, []))[1])
+    assert worker.get_finished([7], []) == ([7], [])
+    tm.close()
 
 
 class Theirs(abc.ABC):

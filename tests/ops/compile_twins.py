@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_mooncake import triton_ops
-from torch_mooncake.triton_ops import copying, hashing, scaling
+from torch_mooncake.triton_ops import copying, deltas, hashing, scaling
 
 ARCHS = (80, 90, 100)
 
@@ -52,6 +52,14 @@ def main() -> int:
             constants = {"KIND": 2, "FP8": True, "BLOCK": scaling.BLOCK, "a5": 1, "b5": 1}
             pointers = {"wide_at": "*i16", "narrow_at": "*i8", "scales": "*fp32"}
             compile_one(kernel, arch, constants, pointers, set(), num_warps=4, enable_fp_fusion=False)
+        pointers = {"base": "*i16", "fresh": "*i16", "values": "*i16", "tokens": "*u8", "blob": "*u8", "target": "*i16"}
+        pointers |= dict.fromkeys(("positions", "groups", "counts", "tokens_of"), "*i32")
+        pointers |= dict.fromkeys(("token_starts", "value_starts", "table"), "*i64")
+        tokens = {"SEGMENT": deltas.SEGMENT, "FAR_GAP": deltas.FAR_GAP, "RUN": deltas.RUN}
+        compile_one(deltas._find_kernel, arch, {"SEGMENT": deltas.SEGMENT}, pointers, set(), num_warps=8)
+        constants = {**tokens, "WRITE": True, "SHORTEST_RUN": deltas.SHORTEST_RUN}
+        compile_one(deltas._tokens_kernel, arch, constants, pointers, set(), num_warps=8)
+        compile_one(deltas._apply_kernel, arch, {**tokens, "SIZE": 2}, pointers, set(), num_warps=1)
         for page_size in (16, 64):
             pointers = dict.fromkeys(("token_ids", "offsets", "rows", "roots", "hashes", "constants"), "*i64")
             compile_one(hashing._hash_kernel, arch, {"PAGE": page_size, "LANES": 32}, pointers, set(), num_warps=1)

@@ -149,6 +149,40 @@ def every_bit_pattern(dtype: torch.dtype, narrow: torch.dtype) -> Call:
     return call
 
 
+def blocks(wide: torch.dtype, narrow: torch.dtype, shape: list[int], block: tuple[int, int]) -> Call:
+    """quantize_blocks of a matrix (of a batch of them), of its transpose, and into tensors that are there."""
+
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
+        weight = put(numbers(shape, wide, 6))
+        q, s = ops.quantize_blocks(weight, block, narrow)
+        turned = ops.quantize_blocks(weight.transpose(-1, -2), block, narrow)
+        strided = put(torch.zeros([*shape[:-1], shape[-1] + 3], dtype=torch.uint8).view(narrow))[..., : shape[-1]]
+        ops.quantize_blocks(weight, block, narrow, out=(strided, torch.empty_like(s)))
+        return back(q, s, *turned, strided)
+
+    return call
+
+
+def delta(size: int, numel: int, share: float, length: int) -> Call:
+    """delta_encode and delta_apply; `share` of the elements changed, in stretches of `length`."""
+
+    def call(ops: ModuleType, put: Put) -> list[Tensor]:
+        dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
+        old, new = noise([numel * size], seed=7), noise([numel * size], seed=8)
+        generator = torch.Generator().manual_seed(9)
+        chosen = (torch.rand(-(-numel // length), generator=generator) < share).repeat_interleave(length)[:numel]
+        new = torch.where(chosen.repeat_interleave(size), new, old)
+        base, fresh = (put(t.view(dtype)) for t in (old, new))
+        blob = ops.delta_encode(base, fresh)
+        assert ops.delta_encode(base, fresh, limit=blob.numel() - 1) is None
+        target = base.clone()
+        ops.delta_apply(blob, target)
+        assert torch.equal(back(target)[0], new)
+        return [blob, *back(target)]
+
+    return call
+
+
 def hashes(page_size: int, id_dtype: torch.dtype) -> Call:
     def call(ops: ModuleType, put: Put) -> list[Tensor]:
         lengths = torch.tensor([3 * page_size + page_size // 2, 0, page_size, 2 * page_size - 1])
@@ -185,6 +219,18 @@ def calls() -> Iterator[tuple[str, Call]]:
     for dtype in (torch.float16, torch.bfloat16):
         for narrow in (torch.float8_e4m3fn, torch.int8):
             yield f"every-{dtype}-{narrow}", every_bit_pattern(dtype, narrow)
+    for wide in (torch.float32, torch.float16, torch.bfloat16):
+        yield f"blocks-{wide}", blocks(wide, torch.float8_e4m3fn, [3, 5], (2, 2))
+    for shape, block in (([256, 384], (128, 128)), ([2, 130, 257], (128, 128)), ([5, 40], (1, -1)), ([4, 6], (-1, 4)),
+                         ([1, 1], (128, 128)), ([0, 7], (2, 2))):  # fmt: skip
+        name = f"blocks-{'x'.join(map(str, shape))}-{block[0]}x{block[1]}"
+        yield name, blocks(torch.bfloat16, torch.float8_e4m3fn, shape, block)
+    yield "blocks-int8", blocks(torch.bfloat16, torch.int8, [5, 9], (2, 4))
+    for size in (1, 2, 4, 8):
+        yield f"delta-{size}", delta(size, 9000, 0.02, 1)
+        yield f"delta-{size}-runs", delta(size, 4200, 0.1, 5)
+    for numel, share in ((0, 1.0), (1, 1.0), (5000, 0.0), (4097, 1.0), (8192, 0.001), (300, 0.5)):
+        yield f"delta-2-{numel}-{share}", delta(2, numel, share, 1)
     for page_size in (1, 2, 14, 15, 16, 28, 29, 64, 128, 129):
         yield f"hashes-{page_size}", hashes(page_size, torch.int32 if page_size % 2 else torch.int64)
 

@@ -188,11 +188,6 @@ def test_who_does_not_fit_is_told_and_holds_nobody_up(opened):
     assert "w0: published as float32[10000], float32[3] in the model" in str(caught.value)
 
 
-def test_deltas_are_not_there_yet(opened):
-    with pytest.raises(tm.Unsupported, match="delta"):
-        opened(Publisher("policy", model(1))).publish(mode="delta")
-
-
 def test_a_late_joiner_gets_the_current_version_from_its_peers(opened):
     trainer, first, late = model(1), model(2), model(3)
     publisher = Publisher("policy", trainer)

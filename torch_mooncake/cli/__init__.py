@@ -1,4 +1,5 @@
-"""``torch-mooncake``: node, drain, top, doctor, bench, ls, get, put, rm, exists, info, stat. Runs without torch."""
+"""``torch-mooncake``: node, drain, top, doctor, bench, ls, get, put, rm, exists, info, stat, weights.
+All but the last run without torch."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from torch_mooncake.cli import bench, copy, doctor, events, node, objects, top
+    from torch_mooncake.cli import bench, copy, doctor, events, node, objects, top, weights
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON document")
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"torch-mooncake {torch_mooncake.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (node, top, doctor, bench, objects, copy, events):
+    for module in (node, top, doctor, bench, objects, copy, events, weights):
         module.add_commands(commands, common)
     return parser
 

@@ -1,4 +1,5 @@
 """The operators of ``torch_mooncake.ops`` written in Triton: same names, arguments, results (bit for bit) and errors.
+Those of ranges, which are for memory of the host, are not among them.
 
     from torch_mooncake import triton_ops as ops
 
@@ -21,11 +22,14 @@ from torch_mooncake.triton_ops.library import namespace as _ops
 
 __all__ = [
     "copy_pages",
+    "delta_apply",
+    "delta_encode",
     "dequantize_pages",
     "gather_pages",
     "gather_pages_layers",
     "hash_pages",
     "hash_pages_batch",
+    "quantize_blocks",
     "quantize_pages",
     "reshard_heads",
     "scatter_pages",
@@ -117,6 +121,33 @@ def dequantize_pages(
         return _ops.dequantize_pages.default(q, scales, list(scale_axes), dtype)
     _ops.dequantize_pages.out(q, scales, list(scale_axes), out=out)
     return out
+
+
+def quantize_blocks(
+    weight: Tensor,
+    block: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``torch_mooncake.ops.quantize_blocks`` in Triton."""
+    rows, columns = block
+    if out is None:
+        return _ops.quantize_blocks.default(weight, rows, columns, dtype)
+    q, scales = out
+    _ops.quantize_blocks.out(weight, rows, columns, q=q, scales=scales)
+    return out
+
+
+def delta_encode(base: Tensor, fresh: Tensor, *, limit: int | None = None) -> Tensor | None:
+    """``torch_mooncake.ops.delta_encode`` in Triton."""
+    blob = _ops.delta_encode.default(base, fresh, -1 if limit is None else limit)
+    return blob if limit is None or blob.numel() else None
+
+
+def delta_apply(blob: Tensor, target: Tensor) -> None:
+    """``torch_mooncake.ops.delta_apply`` in Triton."""
+    _ops.delta_apply.default(blob, target)
 
 
 def hash_pages(token_ids: Tensor, page_size: int, root: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_mooncake import ops as _ops  # noqa: F401  (registers torch.ops.torch_mooncake)
-from torch_mooncake.triton_ops import pages, scaled
+from torch_mooncake.triton_ops import pages, scaled, weights
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "gather_pages.default": pages.gather_pages,
@@ -22,6 +22,10 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize_pages.out": scaled.quantize_pages_out,
     "dequantize_pages.default": scaled.dequantize_pages,
     "dequantize_pages.out": scaled.dequantize_pages_out,
+    "quantize_blocks.default": weights.quantize_blocks,
+    "quantize_blocks.out": weights.quantize_blocks_out,
+    "delta_encode.default": weights.delta_encode,
+    "delta_apply.default": weights.delta_apply,
     "hash_pages.default": scaled.hash_pages,
     "hash_pages_batch.default": scaled.hash_pages_batch,
 }

@@ -13,21 +13,35 @@ publisher.publish(step=7)
 subscriber = weights.Subscriber("policy", model)      # in each worker
 subscriber.update(timeout=60)
 
+weights.Publisher("policy", weights.Checkpoint("run/step7"))  # from files: safetensors, torch.distributed.checkpoint
+weights.share(model)                                  # move its tensors into shared memory, for in_place=True
+
 weights.describe(model, layout)                       # which part of which global tensor this process holds
 weights.compare(sources, targets)                     # do these manifests fit those?
+weights.contents("policy")                            # what is published, by whom, and who has it
 """
 
 from torch_mooncake.weights.atoms import compare
+from torch_mooncake.weights.bring import Torn
+from torch_mooncake.weights.contents import Contents, contents
 from torch_mooncake.weights.describe import describe
+from torch_mooncake.weights.files import Checkpoint
+from torch_mooncake.weights.formats import Fp8Blocks, Fp8Channels
 from torch_mooncake.weights.layout import Layout, Part, Rule, Split, Stack
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published, publish
 from torch_mooncake.weights.publisher import Publisher
 from torch_mooncake.weights.shards import Manifest
+from torch_mooncake.weights.share import share
+from torch_mooncake.weights.sources import Stream
 from torch_mooncake.weights.subscribe import Subscription, Update, subscribe
 from torch_mooncake.weights.subscriber import Subscriber
 
 __all__ = [
+    "Checkpoint",
+    "Contents",
+    "Fp8Blocks",
+    "Fp8Channels",
     "Layout",
     "Manifest",
     "Part",
@@ -37,11 +51,15 @@ __all__ = [
     "Rule",
     "Split",
     "Stack",
+    "Stream",
     "Subscriber",
     "Subscription",
+    "Torn",
     "Update",
     "compare",
+    "contents",
     "describe",
     "publish",
+    "share",
     "subscribe",
 ]

@@ -1,33 +1,33 @@
-"""The memory that others read weights from: two slots for a node's tensors, and a board that says what is in them.
+"""The memory that others read weights from, and what its board says of it.
 
-A slot has the node's local tensors one after another, contiguous, in the dtypes that travel, so who knows the manifest
-knows every address. One slot holds the version that is current while the next one comes into the other.
-
-The board is 64-bit words: for each slot which version it holds, under which plan it comes in, whether all of it is
-there, how often something had to come again; and of each route how many chunks are there and how many of those are
-proven. Whoever reads from a slot reads its words afterwards: a version that is still the same says that nothing was
-overwritten meanwhile, and a chunk that is proven there is proven here.
+A node has an address space of its own: its regions, one after another, with gaps between them; a manifest and the
+offsets of its tensors say where every element is. An *arena* has slots of shared memory with the tensors one after
+another, contiguous, in the dtypes that travel: one region a slot, whose addresses follow from the manifest. One slot
+holds the version that is current while the next one comes into another. ``OwnTensors`` are a model's own, where they
+lie: as many regions as they have storages, and one slot.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 import torch_mooncake
+from torch_mooncake import _core
+from torch_mooncake.errors import Busy
+from torch_mooncake.regions import Region, RegionSlice, RemoteSlice
 from torch_mooncake.shared import empty
 from torch_mooncake.tensors import DTYPES
+from torch_mooncake.transfer import RemoteRegion
+from torch_mooncake.weights.board import MAX_SLOTS, SLOT_MEMORY, VIEW, Board
 from torch_mooncake.weights.shards import Ints, Manifest
 
-SLOTS = 2
+SLOTS = 2  # that an arena has from the beginning
 _ALIGN = 64
-HEADER = 4  # words a slot: version, plan, complete, restarts
-COUNTERS = 2  # words a route: chunks that are there, without a gap; of those, proven ones
-MAX_ROUTES = 1 << 15  # of further routes a relay passes nothing on until it has all of the version
-_WORDS = SLOTS * HEADER + SLOTS * MAX_ROUTES * COUNTERS
+STAGED = 1 << 60  # addresses from here on are in staging memory, not in a node's own
 
 
 def offsets_of(manifest: Manifest) -> tuple[Ints, int]:
@@ -40,77 +40,216 @@ def offsets_of(manifest: Manifest) -> tuple[Ints, int]:
     return found, at
 
 
-def header_offset(slot: int) -> int:
-    return slot * HEADER * 8
+class Memory:
+    """What a node has that others may read. ``close()`` when nobody shall read it any more."""
 
-
-def counter_offset(slot: int, route: int) -> int:
-    return _counter(slot, route) * 8
-
-
-def _counter(slot: int, route: int) -> int:
-    return SLOTS * HEADER + (slot * MAX_ROUTES + route) * COUNTERS
-
-
-class Arena:
-    """Memory of one node, registered with its engine. ``close()`` when nobody shall read it any more."""
-
-    def __init__(self, engine: torch_mooncake.Engine, manifest: Manifest) -> None:
+    def __init__(self, engine: torch_mooncake.Engine, manifest: Manifest, offsets: Ints, bases: Ints) -> None:
         self.manifest = manifest
-        self.offsets, self.nbytes = offsets_of(manifest)
+        self.offsets = offsets  # of the locals' first elements, in the node's address space; bytes
+        self.bases = bases  # of the regions, ascending
+        self.slots: list[list[Region]] = []
+        self.board = Board()
+        self.board_region = engine.register(self.board.memory, writable=False, label="weights board")
         self._engine = engine
-        self.slots = [empty((max(self.nbytes, 1),), torch.uint8) for _ in range(SLOTS)]
-        self._board_memory = empty((_WORDS,), torch.int64).zero_()
-        self.board = self._board_memory.numpy()
-        self.regions = [engine.register(slot, writable=False, label="weights") for slot in self.slots]
-        self.board_region = engine.register(self._board_memory, writable=False, label="weights board")
+
+    def take(self, slot: int, timeout: float = 0.0) -> bool:
+        """Whether nobody views the slot; then nobody begins to until it is offered again."""
+        return True
+
+    def offer(self, slot: int) -> None:
+        """What is in the slot may be viewed, where that is possible."""
+
+    def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
+        """Within a slot."""
+        raise NotImplementedError
+
+    def addresses(self, slot: int, at: Ints, staging: int = 0) -> Ints:
+        """Addresses in this process of bytes of the node's address space. ``staging``: address of what is STAGED."""
+        regions = self.slots[slot]
+        firsts = np.array([region._core.address for region in regions], np.int64)
+        if not len(regions):
+            return at - STAGED + staging
+        index = np.searchsorted(self.bases, at, side="right") - 1
+        return np.where(at >= STAGED, at - STAGED + staging, firsts[index] + at - self.bases[index])
+
+    def close(self, timeout: float = 30) -> None:
+        for region in (*(region for slot in self.slots for region in slot), self.board_region):
+            self._engine.deregister(region, timeout)
+
+
+class Arena(Memory):
+    def __init__(self, engine: torch_mooncake.Engine, manifest: Manifest) -> None:
+        offsets, nbytes = offsets_of(manifest)
+        super().__init__(engine, manifest, offsets, np.zeros(1, np.int64))
+        self.nbytes = max(nbytes, 1)
+        self._memory: list[torch.Tensor] = []
+        self._offered: list[Region | None] = []
+        for _ in range(SLOTS):
+            self._add()
+
+    def _add(self) -> Region:
+        memory = empty((self.nbytes,), torch.uint8)
+        self._memory.append(memory)
+        region = self._engine.register(memory, writable=False, label="weights")
+        self.slots.append([region])
+        self._offered.append(None)
+        return region
+
+    def grow(self) -> int | None:
+        """One more slot; None if there are as many as there may be."""
+        slot = len(self.slots)
+        if slot == MAX_SLOTS:
+            return None
+        self.board.describe(slot, SLOT_MEMORY, self._add().descriptor())
+        return slot
+
+    def memory(self, slot: int) -> torch.Tensor:
+        """All of a slot, uint8."""
+        return self._memory[slot]
 
     def views(self, slot: int) -> dict[str, torch.Tensor]:
         """The local tensors in a slot, by name."""
-        found = {}
-        for local, offset in zip(self.manifest.locals, self.offsets.tolist(), strict=True):
-            nbytes = math.prod(local.shape) * DTYPES[local.dtype]
-            memory = self.slots[slot][offset : offset + nbytes]
-            found[local.name] = memory.view(getattr(torch, local.dtype)).view(local.shape)
-        return found
+        return views_of(self._memory[slot], self.manifest, self.offsets)
 
-    def version(self, slot: int) -> int:
-        return int(self.board[slot * HEADER])
+    def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
+        memory = self._memory[slot]
+        memory[target : target + nbytes] = memory[source : source + nbytes]
 
-    def begin(self, slot: int, plan: int = 0) -> None:
-        """The slot is about to be overwritten: who reads from it will notice."""
-        header = slot * HEADER
-        self.board[header : header + HEADER] = 0
-        self.board[_counter(slot, 0) : _counter(slot + 1, 0)] = 0
-        self.board[header + 1] = plan
+    def offer(self, slot: int) -> None:
+        region = self._offered[slot] = self._engine.register(
+            self._memory[slot], writable=False, label="weights to view"
+        )
+        self.board.describe(slot, VIEW, region.descriptor())
 
-    def announce(self, slot: int, version: int) -> None:
-        """From now on the slot holds this version, or what has come of it."""
-        self.board[slot * HEADER] = version
-
-    def count(self, slot: int, route: int, there: int, proven: int) -> None:
-        if route < MAX_ROUTES:
-            at = _counter(slot, route)
-            self.board[at], self.board[at + 1] = there, proven
-
-    def restart(self, slot: int) -> None:
-        """Chunks that were there come again: who has read them drops them."""
-        self.board[slot * HEADER + 3] += 1
-
-    def complete(self, slot: int) -> None:
-        self.board[slot * HEADER + 2] = 1
+    def take(self, slot: int, timeout: float = 0.0) -> bool:
+        region = self._offered[slot]
+        if region is None:
+            return True
+        self.board.describe(slot, VIEW, b"")
+        try:
+            self._engine.deregister(region, timeout)
+        except Busy:  # in quarantine until its viewers let it go, or die
+            return False
+        self._offered[slot] = None
+        return True
 
     def close(self, timeout: float = 30) -> None:
-        for region in (*self.regions, self.board_region):
-            self._engine.deregister(region, timeout)
+        for slot in range(len(self.slots)):
+            self.take(slot)
+        super().close(timeout)
+
+
+class OwnTensors(Memory):
+    """Tensors where they lie: those of ``tensors`` that ``manifest`` has. ``staged``: names of those that others see a
+    copy of, packed as in an arena, which ``stage`` makes; with ``hidden`` they see nothing of them."""
+
+    def __init__(
+        self,
+        engine: torch_mooncake.Engine,
+        manifest: Manifest,
+        tensors: Mapping[str, torch.Tensor],
+        staged: Sequence[str] = (),
+        *,
+        hidden: bool = False,
+    ) -> None:
+        here = [local for local in manifest.locals if local.name not in staged]
+        spans = _spans([tensors[local.name] for local in here])
+        memories = [_bytes_of(tensor, first, last) for tensor, first, last in spans.values()]
+        places: dict[str, int] = {}
+        bases, at = [], 0
+        for key, (_, first, last) in spans.items():
+            bases.append(at)
+            for local in here:
+                tensor = tensors[local.name]
+                if tensor.numel() and tensor.untyped_storage().data_ptr() == key:
+                    places[local.name] = at + tensor.data_ptr() - first
+            at = _after(at, last - first)
+        self.copies: dict[str, torch.Tensor] = {}  # of the staged ones, to be made anew by whoever publishes
+        if staged and not hidden:
+            there = Manifest.of((), [local for local in manifest.locals if local.name in staged], ())
+            offsets, nbytes = offsets_of(there)
+            memory = empty((max(nbytes, 1),), torch.uint8)
+            self.copies = views_of(memory, there, offsets)
+            memories.append(memory)
+            bases.append(at)
+            places.update(zip(self.copies, (offsets + at).tolist(), strict=True))
+        found = np.array([places.get(local.name, STAGED) for local in manifest.locals], np.int64)
+        super().__init__(engine, manifest, found, np.array(bases, np.int64))
+        self._spans = [(base, memory) for base, memory in zip(bases, memories, strict=True)]
+        self.slots.append([engine.register(memory, writable=False, label="weights") for memory in memories])
+
+    def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
+        self._bytes(target, nbytes)[:] = self._bytes(source, nbytes)
+
+    def _bytes(self, at: int, nbytes: int) -> torch.Tensor:
+        base, memory = self._spans[int(np.searchsorted(self.bases, at, side="right")) - 1]
+        return memory[at - base : at - base + nbytes]
+
+
+def _after(at: int, nbytes: int) -> int:
+    """Where a region begins that follows one of that size: not right behind it, so that no range goes over both."""
+    return at + -(-nbytes // _ALIGN) * _ALIGN + _ALIGN
+
+
+def _spans(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int, int]]:
+    """Of each storage, by its address: a tensor in it, and the addresses between which the tensors lie."""
+    found: dict[int, tuple[torch.Tensor, int, int]] = {}
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        first = tensor.data_ptr()
+        length = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        last = first + length * tensor.element_size()
+        key = tensor.untyped_storage().data_ptr()
+        _, low, high = found.get(key, (tensor, first, last))
+        found[key] = tensor, min(low, first), max(high, last)
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, first - storage.data_ptr(), (last - first,), (1,))
+
+
+def views_of(memory: torch.Tensor, manifest: Manifest, offsets: Ints) -> dict[str, torch.Tensor]:
+    """The packed locals of ``manifest`` in a slot's bytes, by name."""
+    found = {}
+    for local, offset in zip(manifest.locals, offsets.tolist(), strict=True):
+        nbytes = math.prod(local.shape) * DTYPES[local.dtype]
+        found[local.name] = memory[offset : offset + nbytes].view(getattr(torch, local.dtype)).view(local.shape)
+    return found
+
+
+def pairs(
+    local: tuple[Sequence[Region], Ints, Ints], remote: tuple[Sequence[RemoteRegion], Ints, Ints], nbytes: Ints
+) -> list[tuple[RegionSlice, RemoteSlice]]:
+    """Ranges as the engine takes them: of each side its regions, their bases, and the ranges' addresses."""
+    (here, bases, to), (there, far_bases, from_) = local, remote
+    mine = np.searchsorted(bases, to, side="right") - 1
+    theirs = np.searchsorted(far_bases, from_, side="right") - 1
+    rows = zip(
+        mine.tolist(), (to - bases[mine]).tolist(), theirs.tolist(), (from_ - far_bases[theirs]).tolist(),
+        nbytes.tolist(), strict=True,
+    )  # fmt: skip
+    return [(RegionSlice(here[i], a, n), RemoteSlice(there[j], b, n)) for i, a, j, b, n in rows]
 
 
 @torch.no_grad()
 def copy_tensors(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> int:
     """Copies values into the targets of the same names (converting dtypes); bytes of the targets."""
     nbytes = 0
+    plain: list[tuple[int, int, int]] = []  # by the library's own threads, which are faster at much
     for name, value in values.items():
         target = targets[name]
-        target.copy_(value)
         nbytes += target.nbytes
+        if _is_plain(target) and _is_plain(value) and target.dtype == value.dtype and target.shape == value.shape:
+            plain.append((target.data_ptr(), value.data_ptr(), target.nbytes))
+        else:
+            target.copy_(value)
+    if plain:
+        _core.copy_ranges(*np.array(plain, np.int64).T.copy())
     return nbytes
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()

@@ -8,7 +8,7 @@ its experts) are cut once, and all of them share the atoms' boxes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,26 @@ def compare(
     the same names, shapes and dtypes, and every element. ``subset``: they may have fewer names (adapters).
     ``partial``: the targets may want fewer (they are some of a model's ranks)."""
     refine(sources, targets, subset=subset, partial=partial)
+
+
+def fitting(
+    sources: Sequence[Manifest], targets: Sequence[Manifest], *, subset: bool = False, partial: bool = False
+) -> list[bool]:
+    """Of each target by itself: whether ``compare`` has nothing against it."""
+    different = list(dict.fromkeys(targets))
+    if not different:
+        return []
+    try:
+        compare(sources, different, subset=subset, partial=partial)
+        return [True] * len(targets)
+    except LayoutMismatch:
+        if len(different) == 1:
+            return [False] * len(targets)
+    half = len(different) // 2
+    fits: dict[Manifest, bool] = {}
+    for some in (different[:half], different[half:]):
+        fits.update(zip(some, fitting(sources, some, subset=subset, partial=partial), strict=True))
+    return [fits[target] for target in targets]
 
 
 def refine(
@@ -101,7 +121,7 @@ class _Names:
             mine, theirs = wanted.get(name), published.get(name)
             if theirs is None:
                 assert mine is not None
-                if subset:
+                if subset or self._tied(targets, name, published):
                     continue
                 self.problems.append(f"{name}: {_kind(mine)} in the model, not published")
             elif mine is None:
@@ -118,6 +138,12 @@ class _Names:
         self.wholes = [published[name] for name in sorted(published) if self.root(name) == name]
         self.index = {whole.name: i for i, whole in enumerate(self.wholes)}
         self.itemsize = [DTYPES[whole.dtype] for whole in self.wholes]
+
+    @staticmethod
+    def _tied(targets: Sequence[Manifest], name: str, published: Mapping[str, Whole]) -> bool:
+        """Whether whoever wants the name gets it with another one (files leave tied names out)."""
+        first = {manifest.aliases.get(name) for manifest in targets if name in manifest.names}
+        return all(other is not None and other in published for other in first)
 
     def root(self, name: str) -> str:
         return self.aliases.get(name, name)

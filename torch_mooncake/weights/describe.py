@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch_mooncake.errors import InvalidArgument, LayoutMismatch
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
+from torch_mooncake.weights.quantise import quantised_manifest
 from torch_mooncake.weights.shards import Local, Manifest, Piece, Whole, listed
 
 
@@ -32,8 +33,10 @@ def describe(
     return described(tensors_of(model_or_state_dict), layout)
 
 
-def described(tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, packed: bool = False) -> Manifest:
-    """``packed``: as if each local tensor were contiguous and of the dtype that travels."""
+def described(
+    tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, packed: bool | Collection[str] = False
+) -> Manifest:
+    """``packed``: as if each local tensor (or each of these) were contiguous and of the dtype that travels."""
     found = _Found(packed)
     problems: list[str] = []
     for name, tensor in tensors.items():
@@ -46,11 +49,11 @@ def described(tensors: Mapping[str, torch.Tensor], layout: Layout | None, *, pac
             problems.append(text if text.startswith(f"{name}:") else f"{name}: {text}")
     if problems:
         raise LayoutMismatch(listed("the weights cannot be described", problems))
-    return found.manifest()
+    return quantised_manifest(found.manifest(), layout, packed)
 
 
 class _Found:
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, packed: bool | Collection[str]) -> None:
         self._packed = packed
         self.wholes: dict[str, Whole] = {}
         self.index: dict[str, int] = {}
@@ -76,15 +79,15 @@ class _Found:
             if not self._tied(name, here):
                 local = self._local(name, here, dtype)
                 if here.numel():
-                    self._piece(name, local, (0,) * here.dim(), tuple(here.shape), 0, self._stride(here))
+                    self._piece(name, local, (0,) * here.dim(), tuple(here.shape), 0, self._stride(name, here))
         else:
             assert layout is not None
-            held = layout.held(rule[0], rule[1], name, here.shape, self._stride(here))
+            held = layout.held(rule[0], rule[1], name, here.shape, self._stride(name, here))
             for part in held:
                 self._whole(name, part.name, Whole(part.name, part.shape, rule[0].dtype or dtype))
             if len(held) == 1 and self._tied(held[0].name, here):
                 return
-            local = self._local(name, here, (rule[0].dtype or dtype) if self._packed else dtype)
+            local = self._local(name, here, (rule[0].dtype or dtype) if self._is_packed(name) else dtype)
             for part in held:
                 if 0 not in part.size:
                     self._piece(part.name, local, part.start, part.size, part.offset, part.stride)
@@ -96,14 +99,17 @@ class _Found:
         local = self._local(name, here, dtype)
         if not here.numel():
             return
-        strides = self._stride(here)
+        strides = self._stride(name, here)
         for runs in itertools.product(*map(_with_local, box.runs)):
             offset = sum(at * stride for (_, _, at), stride in zip(runs, strides, strict=True))
             start, size = tuple(first for first, _, _ in runs), tuple(n for _, n, _ in runs)
             self._piece(name, local, start, size, offset, strides)
 
-    def _stride(self, here: torch.Tensor) -> tuple[int, ...]:
-        return sharding.contiguous_strides(here.shape) if self._packed else here.stride()
+    def _is_packed(self, name: str) -> bool:
+        return self._packed if isinstance(self._packed, bool) else name in self._packed
+
+    def _stride(self, name: str, here: torch.Tensor) -> tuple[int, ...]:
+        return sharding.contiguous_strides(here.shape) if self._is_packed(name) else here.stride()
 
     def _whole(self, local: str, name: str, whole: Whole) -> None:
         known = self.wholes.setdefault(name, whole)
@@ -156,12 +162,11 @@ def _with_local(runs: sharding.Runs) -> Iterator[tuple[int, int, int]]:
 def _doubled(manifest: Manifest) -> list[str]:
     """Wholes of which two pieces hold the same element."""
     by_whole: dict[int, list[int]] = {}
-    for row, whole in enumerate(manifest.whole.tolist()):
-        by_whole.setdefault(whole, []).append(row)
+    several = np.bincount(manifest.whole) > 1 if len(manifest.whole) else np.empty(0, np.bool_)
+    for row in np.flatnonzero(several[manifest.whole]).tolist():
+        by_whole.setdefault(int(manifest.whole[row]), []).append(row)
     found = []
     for whole, rows in by_whole.items():
-        if len(rows) == 1:
-            continue
         start, end = manifest.start[rows], manifest.start[rows] + manifest.size[rows]
         for i in range(1, len(rows)):
             meet = (np.maximum(start[:i], start[i]) < np.minimum(end[:i], end[i])).all(axis=1)

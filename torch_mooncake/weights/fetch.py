@@ -1,10 +1,16 @@
-"""One version comes into one node's slot: one-sided reads, by the plan, from whoever is before it on each route.
+"""One version comes into one node's memory: one-sided reads, by the plan, from whoever is before it on each route.
 
 From every upstream node there are reads of chunks under way, up to a window, and between them reads of its board: they
 say which chunks it has. What has come is offered to others at once, and is *proven* when a look at the upstream's board
 afterwards says that its slot still held the version and that the chunk is proven there. A version is complete when all
 of it is proven. An upstream that is lost, stopped, or that has moved on is replaced by the one before it on the route,
 in the end by the source; what is proven stays, what is not comes again, and the board says so.
+
+Where chunks have checksums, a chunk is offered when it is proven, and it is proven when its checksum agrees with the
+one that its source made: the board of each node passes those on. One that disagrees is read again, then from the node
+before. Where there are blobs of what changed (delta.py), they come in the place of chunks. Bytes for tensors that
+cannot be written as they come go through staging memory, chunk by chunk, and from there into the tensors when they are
+proven.
 """
 
 from __future__ import annotations
@@ -13,41 +19,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from torch_mooncake.errors import Cancelled, DeadlineExceeded, Error, PeerLost
+from torch_mooncake import _core
+from torch_mooncake.errors import Cancelled, Corrupt, DeadlineExceeded, Error, KeyNotFound, PeerLost
+from torch_mooncake.regions import Region
 from torch_mooncake.transfer import Engine, Op
-from torch_mooncake.weights.arena import COUNTERS, HEADER, MAX_ROUTES, SLOTS, Arena, counter_offset, header_offset
-from torch_mooncake.weights.members import Link, Links, Member
+from torch_mooncake.weights.arena import Memory, pairs
+from torch_mooncake.weights.delta import Blob, Taker
+from torch_mooncake.weights.members import Links, Member
 from torch_mooncake.weights.plan import Plan
 from torch_mooncake.weights.ranges import Addresses, Chunks
+from torch_mooncake.weights.staging import Staging
+from torch_mooncake.weights.upstream import Proof, Route, Superseded, Upstream
 
-_WINDOW = 64 << 20  # bytes under way from one upstream, at most
-_WINDOW_S = 0.03  # and what comes in this time, or two chunks: looks at the board wait behind them
+__all__ = ["Fetch", "Progress", "Superseded", "Wiring", "tag_of"]
+
 _OP_S = 20.0
-_BOARD_S = 5.0
-_ASK_S = 0.001  # between two looks at a board that had nothing new
-_PAUSE_S = 0.0002
-_HEADER = 8 * SLOTS * HEADER
-
-
-class Superseded(Exception):
-    """The sources have begun to overwrite this version: there is a newer one, or will be."""
-
-
-@dataclass
-class _Route:
-    number: int
-    path: list[int]  # nodes from the source to the one before this one
-    chunks: Chunks
-    next: int = 0  # the chunk to ask for
-    there: list[bool] = field(default_factory=list)  # of each chunk
-    proven: list[bool] = field(default_factory=list)
-    told: tuple[int, int] = (0, 0)  # chunks without a gap that are there, and proven ones: as on the board
-
-    @property
-    def done(self) -> bool:
-        return self.told[1] == len(self.chunks.parts)
+_WAIT_S = 0.002  # for something to end, before all upstreams are looked at again
 
 
 @dataclass
@@ -56,6 +43,10 @@ class Progress:
     nbytes: int  # that this node takes
     bytes_done: int = 0
     started: float = field(default_factory=time.monotonic)
+    began: bool = False  # something was asked for, and may have been written
+    full_nbytes: int = 0  # that were read as they are, by now
+    delta_nbytes: int = 0  # of blobs that were read in the place of others
+    bytes_looked: int = 0  # of other nodes' boards, once it has ended
 
     @property
     def eta_s(self) -> float | None:
@@ -65,141 +56,78 @@ class Progress:
         return (time.monotonic() - self.started) * (self.nbytes - self.bytes_done) / self.bytes_done
 
 
-class _Upstream:
-    def __init__(self, engine: Engine, node: int, member: Member, link: Link, source: bool, version: int) -> None:
-        self.node, self.member, self.link, self.source, self.version = node, member, link, source, version
-        self.routes: list[_Route] = []
-        self.slot: int | None = None
-        self.has: dict[int, int] = {}  # route: chunks that it had at the last look
-        self.reads: list[tuple[Op, _Route, int]] = []
-        self.unproven: list[tuple[_Route, int]] = []  # chunks that were read since the last look at the board
-        self.inflight = 0
-        self.taken = 0  # bytes
-        self.began = 0.0  # when the first chunk was asked for
-        self.last_news = time.monotonic()
-        self._engine = engine
-        self._words = np.zeros(_HEADER // 8, np.int64)
-        self._region = engine.register(self._words)
-        self._ask: Op | None = None
-        self._asked: list[_Route] = []
-        self._proves: list[tuple[_Route, int]] = []  # those that the look under way may prove
-        self._restarts = 0
-        self._next_ask = 0.0
+@dataclass
+class Wiring:
+    """A plan as one of its nodes sees it; kept while the plan is the same.
 
-    def window(self) -> int:
-        """Bytes that may be under way."""
-        passed = time.monotonic() - self.began
-        rate = self.taken / passed if self.taken and passed > 0 else 0
-        largest = max(max(route.chunks.nbytes) for route in self.routes)
-        return min(_WINDOW, max(2 * largest, int(rate * _WINDOW_S)))
+    ``me``: whose chunks are taken: this node's, or those of a node with the same layout. ``behind``: then that node
+    itself is the last one before this one on each route.
+    """
 
-    def ask(self) -> bool:
-        """Begin to read the board, unless that is under way or too soon."""
-        if self._ask is not None or time.monotonic() < self._next_ask:
-            return False
-        self._asked = [route for route in self.routes if route.number < MAX_ROUTES] if not self.source else []
-        words = _HEADER // 8 + SLOTS * COUNTERS * len(self._asked)
-        if len(self._words) < words:
-            self._engine.deregister(self._region)
-            self._words = np.zeros(words, np.int64)
-            self._region = self._engine.register(self._words)
-        there = [header_offset(0)]
-        there += [counter_offset(slot, route.number) for route in self._asked for slot in range(SLOTS)]
-        here = [0, *range(_HEADER, words * 8, 8 * COUNTERS)]
-        sizes = [_HEADER] + [8 * COUNTERS] * (len(here) - 1)
-        self._proves, self.unproven = self.unproven, []
-        self._ask = self._engine.read(
-            self._region, self.link.board, local_offsets=np.array(here, np.int64),
-            remote_offsets=np.array(there, np.int64), nbytes=np.array(sizes, np.int64), timeout=_BOARD_S,
-        )  # fmt: skip
-        return True
+    plan: Plan
+    members: Sequence[Member]
+    me: int
+    names: Sequence[Sequence[str]]
+    mine: Addresses
+    behind: bool = False
+    known: dict[tuple[int, int], Chunks] = field(default_factory=dict)  # by route and upstream
+    sides: dict[int, Addresses] = field(default_factory=dict)  # by node
 
-    def answer(self, tag: int) -> list[tuple[_Route, int]] | None:
-        """None while the board has not been read, else chunks that are now proven. Superseded if the version is not
-        there any more, or some of it comes again."""
-        if self._ask is None or not self._ask.done():
-            return None
-        self._ask.wait()
-        self._ask = None
-        self._next_ask = time.monotonic() + _ASK_S
-        header = self._words[: _HEADER // 8].reshape(SLOTS, -1)
-        slots = np.flatnonzero(header[:, 0] == self.version)
-        if (self.slot is not None and self.slot not in slots) or (not len(slots) and header[:, 0].max() > self.version):
-            raise Superseded
-        if not len(slots):
-            return []
-        slot = int(slots[0])
-        _, plan, complete, restarts = header[slot].tolist()
-        if self.slot is not None and restarts != self._restarts:
-            raise Superseded
-        self.slot, self._restarts = slot, restarts
-        if complete:
-            counters = [(len(route.chunks.parts),) * 2 for route in self.routes]
-            seen = {route.number: counts for route, counts in zip(self.routes, counters, strict=True)}
-        elif plan == tag:
-            rows = self._words[_HEADER // 8 :].reshape(-1, SLOTS, COUNTERS)[:, slot].tolist()
-            seen = {route.number: (row[0], row[1]) for route, row in zip(self._asked, rows, strict=False)}
-        else:
-            seen = {}
-        self.has = {number: counts[0] for number, counts in seen.items()}
-        proven = [item for item in self._proves if item[1] < seen.get(item[0].number, (0, 0))[1]]
-        self.unproven += [item for item in self._proves if item not in proven]
-        self._proves = []
-        return proven
+    def paths(self) -> list[tuple[int, list[int]]]:
+        """(route, nodes from its source to the one before this node), of each route that reaches this node."""
+        found = [(number, _path_to(route.edges, self.me)) for number, route in enumerate(self.plan.routes)]
+        return [(number, [*path, self.me] if self.behind else path) for number, path in found if path]
 
-    def doubtful(self) -> list[tuple[_Route, int]]:
-        """Chunks that are there and not proven."""
-        return [*self.unproven, *self._proves]
-
-    def close(self) -> None:
-        for op, _, _ in self.reads:
-            op.cancel()
-        pending = [op for op, _, _ in self.reads] + ([self._ask] if self._ask is not None else [])
-        for op in pending:
-            if op is self._ask:
-                op.cancel()
-            while not op.done():  # an op ends, whatever its peer does
-                time.sleep(_PAUSE_S)
-        self._engine.deregister(self._region)
+    def chunks(self, route: int, node: int) -> Chunks:
+        key = route, node
+        if key not in self.known:
+            if node not in self.sides:
+                self.sides[node] = Addresses(self.members[node].manifest, self.members[node].offsets)
+            self.known[key] = Chunks(self.plan, self.names, route, self.sides[node], self.mine)
+        return self.known[key]
 
 
 class Fetch:
-    """``run()`` once, on one thread. ``plan``'s nodes are ``members``; this one is ``me``."""
+    """``run()`` once, on one thread."""
 
     def __init__(
         self,
         engine: Engine,
         links: Links,
-        plan: Plan,
-        names: Sequence[Sequence[str]],
-        members: Sequence[Member],
-        me: int,
-        arena: Arena,
+        wiring: Wiring,
+        memory: Memory,
         slot: int,
         version: int,
-        chunks: dict[tuple[str, int, int], Chunks],
         patience_s: float,
+        *,
+        verify: bool = False,
+        staging: Staging | None = None,
+        deltas: bool = False,
+        taker: Taker | None = None,
     ) -> None:
-        self._engine, self._links, self._plan, self._names, self._members = engine, links, plan, names, members
-        self._me, self._arena, self._slot, self._version = me, arena, slot, version
-        self._known, self._patience_s = chunks, patience_s
-        self._tag = tag_of(plan)
-        self._addresses = {me: Addresses(arena.manifest)}
-        self._upstreams: dict[int, _Upstream] = {}
+        self._engine, self._links, self._wiring, self._memory = engine, links, wiring, memory
+        self._slot, self._version, self._patience_s, self._verify = slot, version, patience_s, verify
+        self._board, self._staging = memory.board, staging
+        self._deltas, self._taker = deltas, taker  # whether there are blobs; whether this node can take them
+        self._coming: dict[tuple[int, int], Blob] = {}  # (route, chunk): into which place its blob comes
+        self._tag = tag_of(wiring.plan)
+        self._upstreams: dict[int, Upstream] = {}
         self._dead: set[int] = set()
-        self._copies: list[tuple[int, int, int]] = []
+        self._blocks: dict[tuple[int, int], int] = {}  # of staging memory: where a chunk that is there lies
+        self._wrong: set[tuple[int, int, int]] = set()  # (node, route, chunk) whose checksum did not agree
         self.lost: list[str] = []  # uids of upstreams that were given up
-        routes = [(number, path) for number, route in enumerate(plan.routes) if (path := _path_to(route.edges, me))]
-        self._routes = [_Route(number, path, self._chunks(number, path[-1])) for number, path in routes]
+        self._routes = [Route(number, path, wiring.chunks(number, path[-1])) for number, path in wiring.paths()]
         for route in self._routes:
             route.there, route.proven = ([False] * len(route.chunks.parts) for _ in range(2))
         self.progress = Progress(version, sum(route.chunks.total for route in self._routes))
 
     def run(self, stopped: Callable[[], bool]) -> None:
-        """Returns when everything is there. Superseded; PeerLost or DeadlineExceeded when a source is lost; Cancelled
-        when ``stopped()``."""
-        self._arena.begin(self._slot, self._tag)
-        self._arena.announce(self._slot, self._version)
+        """Returns when everything is there. Superseded; PeerLost or DeadlineExceeded when a source is lost; Corrupt
+        when bytes are wrong again and again; Cancelled when ``stopped()``."""
+        self._board.begin(self._slot, self._tag, self.progress.nbytes)
+        self._board.announce(self._slot, self._version)
+        if self._taker is not None:
+            self._taker.begin()
         try:
             for route in self._routes:
                 self._give(route)
@@ -209,35 +137,37 @@ class Fetch:
                 moved = False
                 for upstream in list(self._upstreams.values()):
                     moved |= self._serve(upstream)
-                if not moved:
-                    time.sleep(_PAUSE_S)
+                if not moved and self._upstreams:
+                    next(iter(self._upstreams.values())).wait(_WAIT_S)
+        except BaseException:
+            self._board.begin(self._slot)
+            raise
         finally:
             for upstream in self._upstreams.values():
-                upstream.close()
-        memory = self._arena.slots[self._slot]
+                self._close(upstream)
         for route in self._routes:
             for source, target, nbytes in route.chunks.copies:
-                memory[target : target + nbytes] = memory[source : source + nbytes]
-        self._arena.complete(self._slot)
+                self._memory.copy(self._slot, source, target, nbytes)
+        self._board.complete(self._slot)
 
-    def _serve(self, upstream: _Upstream) -> bool:
+    def _serve(self, upstream: Upstream) -> bool:
         """Whether anything came of it."""
         try:
             moved = arrived = self._take(upstream)
-            proven = upstream.answer(self._tag) or []
-            for route, chunk in proven:
-                route.proven[chunk] = True
-                self._tell(route)
-            moved |= bool(proven)
+            proofs = upstream.answer() or []
+            moved |= bool(proofs)
+            self._prove_all(upstream, proofs)
             moved |= self._request(upstream)
             upstream.routes = [route for route in upstream.routes if not route.done]
             if not upstream.routes:
                 del self._upstreams[upstream.node]
-                upstream.close()
+                self._close(upstream)
                 return True
             moved |= upstream.ask()
-            if arrived or proven:
+            if arrived or proofs:
                 upstream.last_news = time.monotonic()
+            elif upstream.deltas and upstream.source and time.monotonic() - upstream.last_news > self._patience_s:
+                upstream.deltas, upstream.last_news = False, time.monotonic()  # nobody says anything of blobs
             elif not upstream.source and time.monotonic() - upstream.last_news > self._patience_s:
                 raise DeadlineExceeded(f"nothing came from {upstream.member.record.name} in {self._patience_s} s")
             elif upstream.source and upstream.slot is None and time.monotonic() - upstream.last_news > _OP_S:
@@ -251,29 +181,101 @@ class Fetch:
             self._replace(upstream, error)
         return True
 
-    def _take(self, upstream: _Upstream) -> bool:
+    def _take(self, upstream: Upstream) -> bool:
         """Chunks whose reads have ended are there, and wait for a look at the board."""
         ended = [read for read in upstream.reads if read[0].done()]
         if not ended:
             return False
-        upstream.reads = [read for read in upstream.reads if read not in ended]
-        for op, route, chunk in ended:
+        for read in ended:
+            op, route, chunk, block = read
             op.wait()
+            upstream.reads.remove(read)
             upstream.inflight -= route.chunks.nbytes[chunk]
             upstream.taken += route.chunks.nbytes[chunk]
+            if not self._put_in(route, chunk):
+                continue
             upstream.unproven.append((route, chunk))
             route.there[chunk] = True
+            if block is not None:
+                self._blocks[route.number, chunk] = block
             self.progress.bytes_done += route.chunks.nbytes[chunk]
             self._tell(route)
+        self._board.advance(self._slot, self.progress.bytes_done)
         return True
 
-    def _request(self, upstream: _Upstream) -> bool:
+    def _put_in(self, route: Route, chunk: int) -> bool:
+        """Makes the chunk of its blob, if that is what came. False: it has to come again, in full."""
+        number, blob = route.chunks.first + chunk, self._coming.pop((route.number, chunk), None)
+        if blob is None:
+            self.progress.full_nbytes += route.chunks.nbytes[chunk]
+        elif self._taker is not None:
+            self.progress.delta_nbytes += blob.nbytes
+            _, here, lengths = route.chunks.parts[chunk]
+            if not self._taker.apply(blob, here, lengths):
+                self._taker.in_full(number)
+                route.next = min(route.next, chunk)
+                return False
+        if self._deltas:
+            self._board.put_blob(self._slot, number, -1 if blob is None else blob.to_word())
+        return True
+
+    def _prove_all(self, upstream: Upstream, proofs: list[Proof]) -> None:
+        for i, proof in enumerate(proofs):
+            try:
+                self._prove(upstream, proof.route, proof.chunk, proof.crc)
+            except Corrupt:
+                upstream.unproven += [(rest.route, rest.chunk) for rest in proofs[i + 1 :]]
+                raise
+
+    def _prove(self, upstream: Upstream, route: Route, chunk: int, crc: int | None) -> None:
+        block = self._blocks.pop((route.number, chunk), None)
+        if crc is not None and self._crc(route, chunk, block) != crc:
+            if block is not None and self._staging is not None:
+                self._staging.give_back(block)
+            self._again(upstream, route, chunk)
+            return
+        if self._verify:
+            self._board.put_sum(self._slot, route.chunks.first + chunk, crc)
+        if block is not None and self._staging is not None:
+            self._staging.apply(block, route.chunks.applies[chunk])
+        route.proven[chunk] = True
+        self._tell(route)
+
+    def _crc(self, route: Route, chunk: int, block: int | None) -> int:
+        _, here, lengths = route.chunks.parts[chunk]
+        staging = 0 if self._staging is None or block is None else self._staging.address(block)
+        return _core.crc32c(0, self._memory.addresses(self._slot, here, staging), lengths)
+
+    def _again(self, upstream: Upstream, route: Route, chunk: int) -> None:
+        """The chunk's checksum does not agree."""
+        self._forget(route, chunk)
+        if self._taker is not None:
+            self._taker.in_full(route.chunks.first + chunk)
+        key = upstream.node, route.number, chunk
+        if key in self._wrong:
+            name = upstream.member.record.name
+            raise Corrupt(f"version {self._version} of the weights came from {name} with other bytes than it should")
+        self._wrong.add(key)
+
+    def _forget(self, route: Route, chunk: int) -> None:
+        route.there[chunk] = False
+        route.next = min(route.next, chunk)
+        self.progress.bytes_done -= route.chunks.nbytes[chunk]
+        if chunk < route.told[0]:
+            route.told = chunk, route.told[1]
+            self._board.count(self._slot, route.number, *route.told)
+
+    def _request(self, upstream: Upstream) -> bool:
         moved, has = False, upstream.has
         wanted = [route for route in upstream.routes if route.next < has.get(route.number, 0)]
         window = upstream.window() if wanted else 0
         while wanted and upstream.inflight < window:
             for route in list(wanted):  # in turns: all routes get on
-                self._read(upstream, route)
+                if self._word(upstream, route) == 0:  # it is not known yet whether there is a blob
+                    wanted.remove(route)
+                    continue
+                if not self._read(upstream, route):
+                    return moved
                 moved = True
                 if route.next >= has[route.number]:
                     wanted.remove(route)
@@ -281,55 +283,115 @@ class Fetch:
                     break
         return moved
 
-    def _read(self, upstream: _Upstream, route: _Route) -> None:
+    def _read(self, upstream: Upstream, route: Route) -> bool:
+        """False: there is no staging memory for it now."""
         assert upstream.slot is not None
-        while route.next < len(route.there) and route.there[route.next]:
-            route.next += 1
+        self._skip(upstream, route)
         if route.next == len(route.there):
-            return
+            return True
+        if (op := self._read_blob(upstream, route)) is not None:
+            self._reading(upstream, op, route, None)
+            return True
+        chunk, block = route.next, None
+        if self._staging is not None and route.chunks.staged[chunk]:
+            block = self._staging.take()
+            if block is None:
+                return False
+        there, here, lengths = route.chunks.parts[chunk]
+        regions = self._links.slot(upstream.member, upstream.slot)
+        own: Sequence[Region] = self._memory.slots[self._slot]
+        bases = self._memory.bases
+        if len(regions) == len(own) == 1 and block is None:
+            op = self._engine.read(
+                own[0], regions[0], local_offsets=here, remote_offsets=there, nbytes=lengths, timeout=_OP_S
+            )
+        else:
+            if block is not None and self._staging is not None:
+                own, bases, here = self._staging.beside(own, bases, here, block)
+            remote = regions, upstream.member.bases, there
+            op = self._engine.read(pairs((own, bases, here), remote, lengths), timeout=_OP_S)
+        self._coming.pop((route.number, chunk), None)
+        self._reading(upstream, op, route, block)
+        return True
+
+    def _reading(self, upstream: Upstream, op: Op, route: Route, block: int | None) -> None:
         upstream.began = upstream.began or time.monotonic()
-        there, here, lengths = route.chunks.parts[route.next]
-        op = self._engine.read(
-            self._arena.regions[self._slot], upstream.link.slots[upstream.slot], local_offsets=here,
-            remote_offsets=there, nbytes=lengths, timeout=_OP_S,
-        )  # fmt: skip
-        upstream.reads.append((op, route, route.next))
+        self.progress.began = True
+        upstream.reads.append((op, route, route.next, block))
         upstream.inflight += route.chunks.nbytes[route.next]
         route.next += 1
 
-    def _tell(self, route: _Route) -> None:
+    def _read_blob(self, upstream: Upstream, route: Route) -> Op | None:
+        """None: the next chunk is to be taken in full."""
+        word = self._word(upstream, route)
+        theirs = None if word is None else Blob.of_word(word)
+        if theirs is None or self._taker is None or upstream.slot is None:
+            return None
+        mine = self._taker.room(theirs, route.chunks.nbytes[route.next])
+        if mine is None:
+            return None
+        try:
+            there = self._links.blobs(upstream.member, upstream.slot)
+        except KeyNotFound:
+            upstream.deltas = False
+            return None
+        here = self._taker.region()[mine.offset : mine.offset + mine.nbytes]
+        self._coming[route.number, route.next] = mine
+        return self._engine.read(here, there[theirs.offset : theirs.offset + theirs.nbytes], timeout=_OP_S)
+
+    def _word(self, upstream: Upstream, route: Route) -> int | None:
+        """What the upstream says of the next chunk's blob, 0 if it has not yet; None if it is not asked."""
+        self._skip(upstream, route)
+        if self._taker is None or not upstream.deltas or route.next == len(route.there):
+            return None
+        if not self._taker.wanted(route.chunks.first + route.next):
+            return None
+        return upstream.words.get((route.number, route.next), 0)
+
+    def _skip(self, upstream: Upstream, route: Route) -> None:
+        while route.next < len(route.there) and (route.there[route.next] or self._asked(upstream, route)):
+            route.next += 1
+
+    def _asked(self, upstream: Upstream, route: Route) -> bool:
+        return any(read[1] is route and read[2] == route.next for read in upstream.reads)
+
+    def _tell(self, route: Route) -> None:
         there, proven = route.told
-        while there < len(route.there) and route.there[there]:
-            there += 1
         while proven < len(route.proven) and route.proven[proven]:
             proven += 1
+        if self._verify:  # nobody passes on what is wrong
+            there = proven
+        while not self._verify and there < len(route.there) and route.there[there]:
+            there += 1
         if (there, proven) != route.told:
             route.told = there, proven
-            self._arena.count(self._slot, route.number, there, proven)
+            self._board.count(self._slot, route.number, there, proven)
 
-    def _replace(self, upstream: _Upstream, error: Error) -> None:
+    def _replace(self, upstream: Upstream, error: Error) -> None:
         """The routes go to the nodes before it. ``error`` is raised if it is a source."""
         del self._upstreams[upstream.node]
-        upstream.close()
+        self._close(upstream)
         self._dead.add(upstream.node)
         self.lost.append(upstream.member.uid)
         self._links.drop(upstream.member.uid)
         doubtful = upstream.doubtful()
-        if doubtful:
-            self._arena.restart(self._slot)
+        if doubtful and not self._verify:
+            self._board.restart(self._slot)
         for route, chunk in doubtful:
-            route.there[chunk] = False
-            self.progress.bytes_done -= route.chunks.nbytes[chunk]
-            route.told = min(route.told[0], chunk), route.told[1]
-            self._arena.count(self._slot, route.number, *route.told)
+            block = self._blocks.pop((route.number, chunk), None)
+            if block is not None and self._staging is not None:
+                self._staging.give_back(block)
+            self._forget(route, chunk)
         for route in upstream.routes:
             route.path.pop()
             if not route.path:
+                if isinstance(error, Corrupt):
+                    raise error
                 name = upstream.member.record.name
                 raise PeerLost(f"version {self._version} of the weights cannot come from {name}: {error}") from error
             self._give(route)
 
-    def _give(self, route: _Route) -> None:
+    def _give(self, route: Route) -> None:
         """To the nearest node before this one that is not known to be lost."""
         while True:
             while len(route.path) > 1 and route.path[-1] in self._dead:
@@ -340,32 +402,31 @@ class Fetch:
                 break
             except Error as error:
                 self._dead.add(node)
-                self.lost.append(self._members[node].uid)
+                member = self._wiring.members[node]
+                self.lost.append(member.uid)
                 if len(route.path) == 1:
-                    name = self._members[node].record.name
-                    text = f"version {self._version} of the weights cannot come from {name}: {error}"
+                    text = f"version {self._version} of the weights cannot come from {member.record.name}: {error}"
                     raise PeerLost(text) from error
-        route.chunks = self._chunks(route.number, node)
+        route.chunks = self._wiring.chunks(route.number, node)
         route.next = route.told[0]
         if not route.done:
             upstream.routes.append(route)
             upstream.last_news = time.monotonic()
 
-    def _connect(self, node: int) -> _Upstream:
-        member = self._members[node]
-        link = self._links.open(member)
-        source = node < self._plan.sources
-        upstream = self._upstreams[node] = _Upstream(self._engine, node, member, link, source, self._version)
+    def _connect(self, node: int) -> Upstream:
+        member, source = self._wiring.members[node], node < self._wiring.plan.sources
+        upstream = self._upstreams[node] = Upstream(
+            self._engine, self._links, node, member, source, self._version, self._tag, self._verify, self._taker
+        )
         return upstream
 
-    def _chunks(self, route: int, node: int) -> Chunks:
-        key = self._plan.digest, route, node
-        if key not in self._known:
-            if node not in self._addresses:
-                self._addresses[node] = Addresses(self._members[node].manifest)
-            mine = self._addresses[self._me]
-            self._known[key] = Chunks(self._plan, self._names, route, self._addresses[node], mine)
-        return self._known[key]
+    def _close(self, upstream: Upstream) -> None:
+        upstream.close()
+        self.progress.bytes_looked += upstream.looked
+        for _, _, _, block in upstream.reads:
+            if block is not None and self._staging is not None:
+                self._staging.give_back(block)
+        upstream.reads = []
 
 
 def tag_of(plan: Plan) -> int:

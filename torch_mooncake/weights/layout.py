@@ -29,6 +29,7 @@ from functools import cached_property
 
 from torch_mooncake.errors import InvalidArgument, LayoutMismatch
 from torch_mooncake.sharding import chunks
+from torch_mooncake.weights.formats import Fp8, checked
 
 _CAPTURE = re.compile(r"\{(\w+)\}")
 
@@ -86,9 +87,7 @@ class Rule:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        pieces = _CAPTURE.split(self.match)
-        text = "".join(f"(?P<{p}>[^.]+)" if i % 2 else re.escape(p) for i, p in enumerate(pieces))
-        return re.compile(text)
+        return _pattern(self.match)
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,27 @@ class Held:
 
 @dataclass(frozen=True)
 class Layout:
-    """``axes``: (rank, size) of this process on each axis the rules name. The first rule that matches counts."""
+    """``axes``: (rank, size) of this process on each axis the rules name. The first rule that matches counts.
 
-    rules: Sequence[Rule]
+    ``quantise``, of a publisher's layout: which global tensors travel in 8 bits, by patterns of their names (captures
+    as in ``Rule.match``), the first that matches: ``{"model.layers.{i}.mlp.{p}_proj.weight": Fp8Blocks()}``. None: as
+    they are. DTensors, which say themselves what they are, are quantised by it as well.
+    """
+
+    rules: Sequence[Rule] = ()
     axes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    quantise: Mapping[str, Fp8 | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checked(self.quantise)
+
+    def format_of(self, name: str) -> Fp8 | None:
+        """In which the global tensor travels, if it is quantised."""
+        return next((form for pattern, form in self._formats if pattern.fullmatch(name)), None)
+
+    @cached_property
+    def _formats(self) -> list[tuple[re.Pattern[str], Fp8 | None]]:
+        return [(_pattern(match), form) for match, form in self.quantise.items()]
 
     def rule_for(self, name: str) -> tuple[Rule, dict[str, str]] | None:
         """The rule, and its captures after their shift."""
@@ -229,6 +245,11 @@ class Layout:
         wanted = sum(size[dim] for _, _, _, size in boxes) if shape else 0
         if shape and (shape[dim] < wanted or (shape[dim] > wanted and not rule.padded)):
             raise LayoutMismatch(f"{name}: {shape[dim]} in dimension {dim} here, {wanted} by its rule")
+
+
+def _pattern(match: str) -> re.Pattern[str]:
+    pieces = _CAPTURE.split(match)
+    return re.compile("".join(f"(?P<{p}>[^.]+)" if i % 2 else re.escape(p) for i, p in enumerate(pieces)))
 
 
 def _dim(dim: int, ndim: int) -> int:

@@ -1,17 +1,22 @@
 """Who takes part in the direct transfer of a name's weights, and how others find them: small objects in the pool.
 
-weights.direct/<name>/member/<uid>   a process: its engine, its memory, its manifest
+weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
+weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
+weights.direct/<name>/go             the version that the trainer ranks may begin with, and those still being read
 weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
+weights.direct/<name>/fenced         the version that nobody waits for any more
 weights.direct/<name>/head           the current version, its sources and its targets. Replacing it is the publication.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +24,90 @@ import numpy as np
 
 from torch_mooncake import discovery
 from torch_mooncake.config import Config
-from torch_mooncake.errors import DeadlineExceeded, Error, PeerLost
+from torch_mooncake.errors import DeadlineExceeded, Error, KeyNotFound, PeerLost
 from torch_mooncake.pool import Version
-from torch_mooncake.transfer import Engine, Peer, RemoteRegion
-from torch_mooncake.weights.arena import HEADER, SLOTS, Arena
+from torch_mooncake.regions import Region
+from torch_mooncake.transfer import Engine, Op, Peer, RemoteRegion
+from torch_mooncake.weights.arena import Arena, Memory
+from torch_mooncake.weights.board import (
+    AREA,
+    BLOBS,
+    COMPLETE,
+    HEADER,
+    MAX_SLOTS,
+    SLOT_MEMORY,
+    VERSION,
+    area_offset,
+    descriptor_in,
+)
 from torch_mooncake.weights.manifest import checked_name
 from torch_mooncake.weights.plan import Place
-from torch_mooncake.weights.shards import Manifest
+from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
+# Of this process, by the hash of their text, while somebody has them.
+_MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
     uid: str
     record: discovery.Record
-    slots: tuple[bytes, ...]  # descriptors
+    slots: tuple[tuple[bytes, ...], ...]  # of each: descriptors of its regions
     board: bytes
-    manifest: Manifest  # packed
+    manifest: Manifest
+    offsets: Ints  # of the locals, see Memory
+    bases: Ints  # of the regions
     place: Place
     part: bool  # one of several processes that together are the model
+    relays: bool  # others may read from it
+    follows: bool  # it takes each version by itself; else when it is told to
+    has_slots: bool  # whose memory may be viewed
 
     @classmethod
-    def of(cls, engine: Engine, arena: Arena, place: Place, part: bool) -> Member:
-        slots = tuple(region.descriptor() for region in arena.regions)
+    def of(
+        cls, engine: Engine, memory: Memory, place: Place, part: bool, *, relays: bool = True, follows: bool = True
+    ) -> Member:
         return cls(
             uuid.uuid4().hex,
             discovery.record_of(engine),
-            slots,
-            arena.board_region.descriptor(),
-            arena.manifest,
+            tuple(tuple(region.descriptor() for region in slot) for slot in memory.slots) if relays else (),
+            memory.board_region.descriptor(),
+            memory.manifest,
+            memory.offsets,
+            memory.bases,
             place,
             part,
+            relays,
+            follows,
+            isinstance(memory, Arena),
         )
 
     def to_value(self) -> dict[str, Any]:
         return {
             "uid": self.uid,
             "record": self.record.encode(),
-            "slots": list(self.slots),
+            "slots": [list(slot) for slot in self.slots],
             "board": self.board,
-            "manifest": self.manifest.to_json(),
+            "offsets": self.offsets.astype("<i8").tobytes(),
+            "bases": self.bases.astype("<i8").tobytes(),
             "place": list(self.place),
             "part": self.part,
+            "relays": self.relays,
+            "follows": self.follows,
+            "has_slots": self.has_slots,
         }
 
     @classmethod
-    def from_value(cls, value: dict[str, Any]) -> Member:
-        """Corrupt as ``Manifest.from_json``."""
+    def from_value(cls, value: dict[str, Any], manifest: Manifest) -> Member:
         record = discovery.Record.decode(value["record"])
-        place, manifest = Place(*value["place"]), Manifest.from_json(value["manifest"])
-        return cls(value["uid"], record, tuple(value["slots"]), value["board"], manifest, place, value["part"])
+        place = Place(*value["place"])
+        offsets, bases = (np.frombuffer(value[key], "<i8").astype(np.int64) for key in ("offsets", "bases"))
+        slots = tuple(tuple(slot) for slot in value["slots"])
+        return cls(
+            value["uid"], record, slots, value["board"], manifest, offsets, bases, place, value["part"],
+            value["relays"], value["follows"], value["has_slots"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +119,9 @@ class Head:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     subset: bool
+    verify: bool = False  # chunks have checksums
+    base: int = 0  # the version that blobs of what changed are made against; 0: there are none
+    everywhere: bool = False  # blobs are for nodes of one host, too
 
     def to_value(self) -> dict[str, Any]:
         return {**self.__dict__, "sources": list(self.sources), "targets": list(self.targets)}
@@ -88,7 +129,8 @@ class Head:
     @classmethod
     def from_value(cls, value: dict[str, Any]) -> Head:
         sources, targets = tuple(value["sources"]), tuple(value["targets"])
-        return cls(value["version"], value["step"], sources, targets, value["subset"])
+        return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"],
+                   value["base"], value["everywhere"])  # fmt: skip
 
 
 class Room:
@@ -101,7 +143,12 @@ class Room:
         self._known: dict[str, Member] = {}
 
     def enter(self, member: Member, *, target: bool) -> None:
-        self._pool.put(f"{self._prefix}/member/{member.uid}", member.to_value())
+        text = member.manifest.to_json()
+        layout = hashlib.sha256(text).hexdigest()
+        if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
+            self._pool.put(f"{self._prefix}/layout/{layout}", text)
+        self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+        self._known[member.uid] = member
         if target:
             self._pool.put(f"{self._prefix}/target/{member.uid}", True)
 
@@ -127,18 +174,44 @@ class Room:
         prefix = f"{self._prefix}/target/"
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
+    def members(self, uids: Sequence[str]) -> list[Member | None]:
+        """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
+        unknown = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
+        for uid, value in zip(unknown, values, strict=True):
+            if value is not None:
+                self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
+        return [self._known.get(uid) for uid in uids]
+
     def member(self, uid: str) -> Member | None:
         """None: it has left."""
-        if uid not in self._known:
-            value = self._pool.get(f"{self._prefix}/member/{uid}", default=None)
-            if value is None:
-                return None
-            self._known[uid] = Member.from_value(value)
-        return self._known[uid]
+        return self.members([uid])[0]
+
+    def _manifest(self, layout: str) -> Manifest:
+        found = _MANIFESTS.get(layout)
+        if found is None:
+            found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
+        return found
 
     def forget(self, uids: Sequence[str]) -> None:
         """Keep what is known of these only."""
         self._known = {uid: self._known[uid] for uid in uids if uid in self._known}
+
+    def let_go(self, version: int, kept: Sequence[int]) -> None:
+        """The trainer ranks may begin with the version; what they have of ``kept`` is still being read."""
+        self._pool.put(f"{self._prefix}/go", {"version": version, "kept": list(kept)})
+
+    def go(self, version: int) -> list[int] | None:
+        """None while they may not."""
+        value = self._pool.get(f"{self._prefix}/go", default=None)
+        return value["kept"] if value is not None and value["version"] == version else None
+
+    def say_fenced(self, version: int) -> None:
+        """Nobody waits for the version any more."""
+        self._pool.put(f"{self._prefix}/fenced", version)
+
+    def fenced(self) -> int:
+        return int(self._pool.get(f"{self._prefix}/fenced", default=0))
 
     def say_ready(self, rank: int, uid: str, version: int) -> None:
         self._pool.put(f"{self._prefix}/ready/{rank}", {"uid": uid, "version": version})
@@ -151,11 +224,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Link:
-    """A member's memory, opened."""
+    """A member's memory, as far as it was opened."""
 
     peer: Peer
-    slots: tuple[RemoteRegion, ...]
     board: RemoteRegion
+    words: Ints  # [MAX_SLOTS, HEADER]; where its board is read to
+    region: Region  # of those
+    slots: dict[int, tuple[RemoteRegion, ...]] = field(default_factory=dict)
+    blobs: dict[int, RemoteRegion] = field(default_factory=dict)
 
 
 class Links:
@@ -172,44 +248,92 @@ class Links:
             return link
         self.drop(member.uid)
         peer = discovery.dial(self._engine, member.record, time.monotonic() + _DIAL_S)
-        slots = tuple(peer.open(descriptor, _DIAL_S) for descriptor in member.slots)
-        link = self._open[member.uid] = Link(peer, slots, peer.open(member.board, _DIAL_S))
+        words = np.zeros((MAX_SLOTS, HEADER), np.int64)
+        board = peer.open(member.board, _DIAL_S)
+        link = self._open[member.uid] = Link(peer, board, words, self._engine.register(words))
         return link
+
+    def slot(self, member: Member, slot: int) -> tuple[RemoteRegion, ...]:
+        """The regions of one of its slots. KeyNotFound if it has no such slot, or nobody may read it."""
+        link = self.open(member)
+        if slot not in link.slots:
+            descriptors = member.slots[slot] if slot < len(member.slots) else (self.area(member, slot, SLOT_MEMORY),)
+            link.slots[slot] = tuple(link.peer.open(descriptor, _DIAL_S) for descriptor in descriptors)
+        return link.slots[slot]
+
+    def blobs(self, member: Member, slot: int) -> RemoteRegion:
+        """What lies beside one of its slots. KeyNotFound if nothing does."""
+        link = self.open(member)
+        if slot not in link.blobs:
+            link.blobs[slot] = link.peer.open(self.area(member, slot, BLOBS), _DIAL_S)
+        return link.blobs[slot]
+
+    def area(self, member: Member, slot: int, kind: int) -> bytes:
+        """A descriptor from the member's board. KeyNotFound if there is none."""
+        words = np.zeros(AREA, np.int64)
+        region = self._engine.register(words)
+        try:
+            at = area_offset(slot, kind)
+            self._engine.read(region, self.open(member).board[at : at + words.nbytes], timeout=_DIAL_S).wait()
+        finally:
+            self._engine.deregister(region)
+        descriptor = descriptor_in(words)
+        if not descriptor:
+            raise KeyNotFound(f"slot {slot} of {member.record.name} is not to be read")
+        return descriptor
 
     def alive(self, member: Member) -> bool | None:
         """None: it does not answer in time, and may be there."""
         try:
             return self.open(member).peer.alive
-        except PeerLost:
+        except (PeerLost, KeyNotFound):  # or its board is gone: it is closing
             return False
         except Error as error:
             if not error.retryable:
                 raise
             return None
 
+    def headers(self, members: Sequence[Member], timeout: float = _DIAL_S) -> list[Ints | None]:
+        """What the boards say of the slots, [MAX_SLOTS, HEADER] each; None of those that cannot be asked in time."""
+        asked: list[tuple[Link, Op] | None] = []
+        for member in members:
+            try:
+                link = self.open(member)
+                nbytes = link.words.nbytes
+                asked.append((link, self._engine.read(link.region[:nbytes], link.board[:nbytes], timeout=timeout)))
+            except Error as error:
+                _reraise_unless_lost(error)
+                asked.append(None)
+        found: list[Ints | None] = []
+        for each in asked:
+            try:
+                if each is not None:
+                    each[1].wait()
+                found.append(None if each is None else each[0].words.copy())
+            except Error as error:
+                _reraise_unless_lost(error)
+                found.append(None)
+        return found
+
     def has(self, member: Member, version: int) -> bool:
         """Whether the member has all of the version. False, too, if it cannot be asked."""
-        words = np.zeros((SLOTS, HEADER), np.int64)
-        region = self._engine.register(words)
-        try:
-            board = self.open(member).board
-            self._engine.read(region, board[: words.nbytes], timeout=_DIAL_S).wait()
-        except Error as error:
-            if not isinstance(error, PeerLost) and not error.retryable:
-                raise
-            return False
-        finally:
-            self._engine.deregister(region)
-        return bool(((words[:, 0] == version) & (words[:, 2] == 1)).any())
+        (header,) = self.headers([member])
+        return header is not None and bool(((header[:, VERSION] == version) & (header[:, COMPLETE] == 1)).any())
 
     def drop(self, uid: str) -> None:
         link = self._open.pop(uid, None)
         if link is not None:
             link.peer.close()
+            self._engine.deregister(link.region)
 
     def close(self) -> None:
         for uid in list(self._open):
             self.drop(uid)
+
+
+def _reraise_unless_lost(error: Error) -> None:
+    if not isinstance(error, (PeerLost, KeyNotFound)) and not error.retryable:  # KeyNotFound: it is closing
+        raise error
 
 
 def own_place(place: Place | None) -> Place:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,11 +142,13 @@ def plan(
 
 
 class Planner:
-    """Plans, kept by their digest: the same members and layouts are planned once. For one thread."""
+    """Plans, kept by their digest: the same members and layouts are planned once. Thread-safe; threads that want a plan
+    while another one is made wait for it."""
 
     def __init__(self, kept: int = 8) -> None:
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._kept = kept
+        self._lock = threading.Lock()
         self.made = 0  # plans computed
 
     def plan(
@@ -159,14 +162,18 @@ class Planner:
     ) -> Plan:
         """As ``plan``."""
         digest = digest_of(sources, targets, places, subset, partial)
-        found = self._plans.get(digest)
-        if found is None:
-            found = self._plans[digest] = plan(sources, targets, places, subset=subset, partial=partial)
-            self.made += 1
-            if len(self._plans) > self._kept:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(digest)
-        return found
+        with self._lock:
+            found = self._plans.get(digest)
+            if found is None:
+                found = self._plans[digest] = plan(sources, targets, places, subset=subset, partial=partial)
+                self.made += 1
+                if len(self._plans) > self._kept:
+                    self._plans.popitem(last=False)
+            self._plans.move_to_end(digest)
+            return found
+
+
+PLANNER = Planner()  # of this process: ranks that share it plan once
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Nothing here needs torch. A manifest is JSON outside the process; its digest nam
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,19 +115,24 @@ class Manifest:
         return self.start.shape[1]
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the wholes."""
+        return frozenset(whole.name for whole in self.wholes)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all pieces, as they travel."""
         itemsize = np.array([DTYPES[w.dtype] for w in self.wholes] or [0], np.int64)
         return int((self.size.prod(axis=1) * itemsize[self.whole]).sum()) if len(self.whole) else 0
 
     def pieces(self) -> list[Piece]:
-        found = []
-        for row in range(len(self.whole)):
-            whole = int(self.whole[row])
-            first = self.ndim - len(self.wholes[whole].shape)
-            start, size, stride = (tuple(a[row, first:].tolist()) for a in (self.start, self.size, self.stride))
-            found.append(Piece(whole, int(self.local[row]), start, size, int(self.offset[row]), stride))
-        return found
+        first = [self.ndim - len(whole.shape) for whole in self.wholes]
+        columns = (a.tolist() for a in (self.whole, self.local, self.start, self.size, self.offset, self.stride))
+        return [
+            Piece(whole, local, tuple(start[n:]), tuple(size[n:]), offset, tuple(stride[n:]))
+            for whole, local, start, size, offset, stride in zip(*columns, strict=True)
+            for n in (first[whole],)
+        ]
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(
@@ -149,8 +155,35 @@ class Manifest:
                 raise Corrupt(f"a manifest with a tensor {tensor.name!r} of {tensor.dtype}{list(tensor.shape)}")
             _check_sizes(tensor.name, tensor.shape)
         for piece in document.pieces:
-            _check_piece(document, piece)
-        return cls.of(document.wholes, document.locals, document.pieces, document.aliases)
+            if not (0 <= piece.whole < len(document.wholes) and 0 <= piece.local < len(document.locals)):
+                raise Corrupt("a manifest with a piece of a tensor that it does not have")
+            whole = document.wholes[piece.whole]
+            if not len(piece.start) == len(piece.size) == len(piece.stride) == len(whole.shape):
+                raise Corrupt(
+                    f"a manifest with a piece of {whole.name!r} that has not its {len(whole.shape)} dimensions"
+                )
+        try:
+            found = cls.of(document.wholes, document.locals, document.pieces, document.aliases)
+        except OverflowError:
+            raise Corrupt("a manifest with numbers that no memory has") from None
+        outside = found._outside()
+        if outside.any():
+            name = found.wholes[int(found.whole[int(outside.argmax())])].name
+            raise Corrupt(f"a manifest with a piece of {name!r} outside its tensor")
+        return found
+
+    def _outside(self) -> npt.NDArray[np.bool_]:
+        """Of each piece: whether it leaves its whole, or has no place in memory. Local tensors need not be contiguous:
+        their own strides are not in the manifest, but nothing lies before them."""
+        shapes = np.array(
+            [(1,) * (self.ndim - len(whole.shape)) + whole.shape for whole in self.wholes], np.int64
+        ).reshape(len(self.wholes), self.ndim)[self.whole]
+        numel = np.array([math.prod(local.shape) for local in self.locals], np.int64)[self.local]
+        box = (self.start < 0) | (self.size <= 0) | (self.start > shapes) | (self.size > shapes - self.start)
+        last = self.offset.astype(np.float64) + ((self.size - 1.0) * self.stride).sum(axis=1)
+        memory = (self.offset < 0) | (last >= _LIMIT) | (numel == 0)
+        found: npt.NDArray[np.bool_] = box.any(axis=1) | (self.stride < 0).any(axis=1) | memory
+        return found
 
     @cached_property
     def digest(self) -> str:
@@ -171,23 +204,3 @@ def _check_sizes(name: str, sizes: tuple[int, ...]) -> None:
         numel *= size
         if size < 0 or numel >= _LIMIT:
             raise Corrupt(f"a manifest with a tensor {name!r} of shape {list(sizes)}")
-
-
-def _check_piece(document: _Document, piece: Piece) -> None:
-    if not (0 <= piece.whole < len(document.wholes) and 0 <= piece.local < len(document.locals)):
-        raise Corrupt("a manifest with a piece of a tensor that it does not have")
-    whole, local = document.wholes[piece.whole], document.locals[piece.local]
-    ndim = len(whole.shape)
-    if not len(piece.start) == len(piece.size) == len(piece.stride) == ndim:
-        raise Corrupt(f"a manifest with a piece of {whole.name!r} that has not its {ndim} dimensions")
-    inside = all(
-        start >= 0 and size > 0 and start + size <= n
-        for start, size, n in zip(piece.start, piece.size, whole.shape, strict=True)
-    )
-    last = piece.offset + sum((n - 1) * stride for n, stride in zip(piece.size, piece.stride, strict=True))
-    numel = 1
-    for n in local.shape:
-        numel *= n
-    # Local tensors need not be contiguous: their own strides are not in the manifest, but nothing lies before them.
-    if not inside or piece.offset < 0 or any(stride < 0 for stride in piece.stride) or last >= _LIMIT or not numel:
-        raise Corrupt(f"a manifest with a piece of {whole.name!r} outside its tensor")

@@ -1,17 +1,23 @@
 """How long a plan takes on a given network: a model to decide by, without the network.
 
-Every edge of every route is a stream that passes on the route's chunks in order, each as soon as the node has it.
-Streams share what they cross (the sender's NIC, the receiver's NIC; within a host, each node's link) by max-min
-fairness, as flows under congestion control do. Time goes in steps: a chunk is seen by the next node at the end of the
-step in which it has arrived, so a step is also what a hop takes on top of the bytes. And a node learns of a chunk by a
-look at the board of the one before it, whose answer waits behind a chunk that is on the way already: until that one has
-everything, its last chunk is not known of.
+Every edge of every route is a stream that passes on the route's chunks in order, whole ones only. Streams from one node
+to another share a connection and take turns. Connections share what they cross by max-min fairness, as flows under
+congestion control do: between hosts the sender's NIC and the receiver's; within a host both nodes' links to it, and
+what all copies of the host have together.
 
-The model knows bandwidth and the schedule. It knows no losses, no CPU that is too slow, and no receiver that is late.
+A node asks for chunks that it knows of, and knows them by a look at the board of the node before it. Questions leave by
+a NIC that is busy with what the node passes on, and answers by one that is busy sending to it: both wait for what is
+queued there. While a node keeps up with the one before, its connection rests for the time of a look and of a question,
+and each rest puts it further behind, until it always knows of a chunk that it has not asked for. That is what a hop
+costs on top of a chunk.
+
+Time goes in steps, and everything but the bytes happens at their ends. The model knows no losses, no CPU that is too
+slow, and no receiver that is late.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,18 +30,25 @@ from torch_mooncake.weights.shards import Ints
 
 Floats = npt.NDArray[np.float64]
 
-_UNKNOWN = 1  # chunks that the node before has and this one has not heard of yet
-_MOST_STEPS = 1_000_000
+_LEAST_STEPS, _MOST_STEPS = 2000, 50_000  # in the time that the bytes need, if steps are not given
+_END = 1_000_000  # steps
 _COLUMNS = 400  # of a Prediction's timeline, at most twice as many
 
 
 @dataclass(frozen=True)
 class Network:
-    """Rates in bytes a second, each for one direction."""
+    """Rates in bytes a second, each for one direction; times in seconds."""
 
     nic: float
-    local: float = 200e9  # of a node's link to the others of its host
+    local: float = 200e9  # of a node's link to the others of its host: NVLink, or what one process copies
+    host: float = math.inf  # of all copies within a host together: its memory; inf for links that a switch carries
     nics: Mapping[Place, float] = field(default_factory=dict)  # those that differ
+    payload: float = 1.0  # part of a NIC's rate that is not headers: TCP has 0.99 with an MTU of 9000, 0.95 with 1500
+    latency_s: float = 0.001  # from asking for something to its first byte, where nothing is queued
+    queue: int = 512 << 10  # bytes before a NIC that sends: what the kernel takes of a connection's two lanes
+    look_s: float = 0.001  # from the answer of a look to the next look, as in fetch.py
+    verify: bool = True  # a chunk is passed on when it is proven: when a look that was sent after it came is answered
+    start_s: float = 0.003  # from the publication to the first look: the pool tells, the plan is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,65 +63,82 @@ class Prediction:
 
 
 def simulate(plan: Plan, network: Network, *, step: float | None = None) -> Prediction:
-    """``step``: seconds; None: a 2000th of the bound. InvalidArgument for rates or a step that are not positive."""
+    """``step``: seconds; None: a 2000th of the time that the bytes need, or less, down to the time between looks.
+    InvalidArgument for rates or a step that are not positive."""
     model = _Model(plan, network)
-    bound = model.bound()
-    step = max(bound, model.local_bound()) / 2000 if step is None else step
-    if step <= 0 and len(model.src):
+    least = max(model.bound(), model.local_bound())
+    if step is None:
+        step = max(min(least / _LEAST_STEPS, network.look_s or math.inf), least / _MOST_STEPS)
+    if step <= 0 and len(model.total):
         raise InvalidArgument(f"a step of {step} seconds")
     timeline = _Timeline(model, step)
-    now, count = 0.0, 0
+    count = 0
     while not model.done():
-        moved, longest = model.advance(step)
-        now, count = now + step, count + 1
-        timeline.add(now, moved)
-        if longest < step and model.done():
-            now -= step - longest
-        if count > _MOST_STEPS:
+        timeline.add(model.now + step, model.advance(step))
+        count += 1
+        if count > _END:
             raise InvalidArgument(f"no end after {count} steps of {step} s: choose a longer one")
-    return Prediction(now, bound, model.finished(), model.nics, *timeline.result())
+    finished = model.finished()
+    return Prediction(float(finished.max(initial=0.0)), model.bound(), finished, model.nics, *timeline.result())
 
 
 class _Model:
+    """Streams, and connections (pairs of nodes) that carry them."""
+
     def __init__(self, plan: Plan, network: Network) -> None:
-        self._nodes = len(plan.places)
-        places = {place: i for i, place in enumerate(dict.fromkeys(plan.places))}
-        self.nics = tuple(places)
-        nic = np.array([places[place] for place in plan.places], np.int64)
-        src: list[int] = []
-        dst: list[int] = []
-        over: list[bool] = []
+        self._network, self._nodes = network, len(plan.places)
+        pairs: dict[tuple[int, int, bool], int] = {}
+        pair: list[int] = []
         route: list[int] = []
         parent: list[int] = []
         for number, each in enumerate(plan.routes):
             stream_of = {each.source: -1}
             for edge in each.edges:
                 parent.append(stream_of.get(edge.src, -1))  # another owner has it from the start, too
-                stream_of[edge.dst] = len(src)
-                src.append(edge.src)
-                dst.append(edge.dst)
-                over.append(edge.network)
+                stream_of[edge.dst] = len(pair)
+                pair.append(pairs.setdefault(edge, len(pairs)))
                 route.append(number)
-        self.src, self.dst = np.array(src, np.int64), np.array(dst, np.int64)
-        self.network = np.array(over, np.bool_)
-        self.parent = np.array(parent, np.int64)
-        of = np.array(route, np.int64)
-        total = plan.route_nbytes.astype(np.float64)
-        chunks = np.bincount(plan.chunk_route, minlength=len(plan.routes))
-        self.total = total[of] if len(of) else np.empty(0)
-        self._chunk = (total / np.maximum(chunks, 1))[of] if len(of) else np.empty(0)
-        # Resources: NICs out, NICs in, nodes' links out, nodes' links in.
-        n, m = len(self.nics), self._nodes
-        rates = [float(network.nics.get(place, network.nic)) for place in self.nics]
-        self.rate = np.array(rates * 2 + [float(network.local)] * (2 * m))
-        if (self.rate <= 0).any():
-            raise InvalidArgument("rates are more than 0 bytes a second")
-        self.out = np.where(self.network, nic[self.src], 2 * n + self.src) if len(of) else np.empty(0, np.int64)
-        self.into = np.where(self.network, n + nic[self.dst], 2 * n + m + self.dst) if len(of) else self.out
-        self._have = np.zeros(len(of))
-        self._ended = np.zeros(len(of))
-        self._now = 0.0
+        self._pair, self._parent, of = (np.array(values, np.int64) for values in (pair, parent, route))
+        chunks = np.maximum(np.bincount(plan.chunk_route, minlength=len(plan.routes)), 1)
+        self.total = plan.route_nbytes.astype(np.float64)[of]
+        self._chunk = (plan.route_nbytes / chunks)[of]
+        src, self._dst, over = np.array(list(pairs), np.int64).reshape(-1, 3).T
+        self.network = over.astype(np.bool_)
+        self._resources(plan, network, src)
+        self._have, self._ended = np.zeros(len(of)), np.zeros(len(of))
+        self._asked, self._proven = np.zeros(len(of)), np.zeros(len(of))  # when the look was sent; by the last answer
+        self._known = np.where(self._parent < 0, self.total, 0.0)
         self._left = np.flatnonzero(self.total > 0)
+        self.now = 0.0
+        # Of each connection: what it has carried; what it has to have carried, and the time, before the answer of the
+        # look that is under way; when the next look is sent; when what was asked for begins to come.
+        n = len(pairs)
+        self._taken, self._mark = np.zeros(n), np.zeros(n)
+        self._answer_at, self._look_at = np.full(n, network.start_s + network.latency_s), np.full(n, np.inf)
+        self._ready_at = self._answer_at.copy()
+        # Questions leave by the receiver's NIC, and wait for this time if it sends.
+        self._home = np.where(self.network, self.into - len(self.nics), 0)
+        self._wait = np.where(self.network, network.queue / self.rate[self._home], 0.0)
+        self._sends = np.zeros(len(self.nics), np.bool_)
+
+    def _resources(self, plan: Plan, network: Network, src: Ints) -> None:
+        """NICs out, NICs in, nodes' links out, nodes' links in, hosts; and the three or two that each pair crosses."""
+        places = {place: i for i, place in enumerate(dict.fromkeys(plan.places))}
+        hosts = {host: i for i, host in enumerate(dict.fromkeys(place.host for place in plan.places))}
+        self.nics = tuple(places)
+        n, m = len(places), self._nodes
+        nics = [float(network.nics.get(place, network.nic)) * network.payload for place in places]
+        links = [float(network.local)] * (2 * m)
+        self.rate = np.array(nics * 2 + links + [float(network.host)] * len(hosts) + [math.inf])
+        if not (self.rate > 0).all():
+            raise InvalidArgument("rates are more than 0 bytes a second")
+        nic = np.array([places[place] for place in plan.places], np.int64)
+        host = np.array([hosts[place.host] for place in plan.places], np.int64)
+        dst, over = self._dst, self.network
+        self.out = np.where(over, nic[src], 2 * n + src)
+        self.into = np.where(over, n + nic[dst], 2 * n + m + dst)
+        shared = np.where(over, len(self.rate) - 1, 2 * n + 2 * m + host[src])
+        self._crosses = np.stack([self.out, self.into, shared], axis=1)
 
     def done(self) -> bool:
         return not len(self._left)
@@ -120,62 +150,110 @@ class _Model:
         return self._bound(~self.network)
 
     def _bound(self, chosen: npt.NDArray[np.bool_]) -> float:
-        loads = [
-            np.bincount(resource[chosen], self.total[chosen], len(self.rate)) / self.rate
-            for resource in (self.out, self.into)
-        ]
+        nbytes = np.bincount(self._pair, self.total, len(self.out))[chosen]
+        loads = [np.bincount(r[chosen], nbytes, len(self.rate)) / self.rate for r in self._crosses.T]
         return float(np.max(loads, initial=0.0))
 
-    def advance(self, step: float) -> tuple[tuple[Ints, Floats], float]:
-        """One step: (streams, bytes that each moved), and how long the last one that ended was busy."""
-        left = self._left
-        parent = self.parent[left]
-        there = np.where(parent < 0, self.total[left], self._have[parent])
-        chunks = np.maximum(there // self._chunk[left] - _UNKNOWN, 0)
-        whole = np.where(there >= self.total[left], self.total[left], chunks * self._chunk[left])
-        gap = whole - self._have[left]
-        busy = np.flatnonzero(gap > 0)
-        active, gap = left[busy], gap[busy]
-        moved = np.minimum(_fair(self.out[active], self.into[active], gap / step, self.rate) * step, gap)
-        self._have[active] += moved
-        close = self.total[active] - self._have[active] <= 1e-6 * self.total[active]
-        ended = active[close]
-        self._have[ended] = self.total[ended]
-        # Within the step it took what its bytes take at the full rate of its narrowest resource, at least.
-        rates = np.minimum(self.rate[self.out[ended]], self.rate[self.into[ended]])
-        took = np.minimum(step, np.maximum(moved[close] / rates, 0))
-        self._ended[ended] = self._now + step
-        self._now += step
+    def advance(self, step: float) -> tuple[Ints, Floats]:
+        """One step: (pairs, bytes that each has carried)."""
+        self._looks()
+        left = self._left[self._ready_at[self._pair[self._left]] <= self.now]
+        gap = self._known[left] - self._have[left]
+        active, gap = left[gap > 0], gap[gap > 0]
+        wanted: Floats = np.bincount(self._pair[active], gap, len(self.out)).astype(np.float64)
+        pairs = np.flatnonzero(wanted)
+        moved = np.minimum(_fair(self._crosses[pairs], wanted[pairs] / step, self.rate) * step, wanted[pairs])
+        self._take(active, gap, pairs, moved, wanted)
+        self._taken[pairs] += moved
+        over = self.network[pairs]
+        self._sends = np.bincount(self.out[pairs[over]], moved[over], len(self.nics)) > 0
+        self.now += step
+        came = active[self.total[active] - self._have[active] <= 1e-6 * self.total[active]]
+        self._have[came] = self.total[came]
+        return pairs, moved
+
+    def _take(self, active: Ints, gap: Floats, pairs: Ints, moved: Floats, wanted: Floats) -> None:
+        """Divides what a connection has carried over its streams: chunk by chunk in turns, then evenly."""
+        budget = np.zeros(len(self.out))
+        budget[pairs] = moved
+        pair, have, chunk = self._pair[active], self._have[active], self._chunk[active]
+        count = np.floor(have / chunk + 1e-6)
+        order = np.lexsort((active, count, pair))
+        first = np.minimum((count + 1) * chunk - have, gap)[order]
+        ordered = pair[order]
+        before = np.cumsum(first) - first
+        starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+        before -= np.repeat(before[starts], np.diff(starts, append=len(ordered)))
+        taken = np.clip(budget[ordered] - before, 0, first)
+        rest = budget - np.bincount(ordered, taken, len(budget))
+        more = wanted - np.bincount(ordered, first, len(budget))
+        part = np.divide(rest, more, out=np.zeros_like(rest), where=more > 1e-9 * wanted)
+        taken += np.clip(part, 0, 1)[ordered] * (gap[order] - first)
+        self._have[active[order]] += taken
+
+    def _looks(self) -> None:
+        """Answers the looks that have nothing before them any more, and sends those whose time has come."""
+        answered = (self._answer_at <= self.now) & (self._taken >= self._mark * (1 - 1e-9))
+        sent = (self._look_at <= self.now) & ~answered
+        if not (answered.any() or sent.any()):
+            return
+        ahead = np.bincount(self._pair[self._left], self._known[self._left] - self._have[self._left], len(self.out))
+        waits = self.network & self._sends[self._home]
+        latency = self._network.latency_s + np.where(waits, self._wait, 0.0)
+        rested = answered & (ahead <= 0)
+        self._ready_at[rested] = self.now + latency[rested]
+        self._answer(self._left[answered[self._pair[self._left]]])
+        self._answer_at[answered] = np.inf
+        self._look_at[answered] = self.now + self._network.look_s
+        self._mark[sent] = self._taken[sent] + np.minimum(ahead, self._network.queue)[sent]
+        self._answer_at[sent] = self.now + latency[sent]
+        self._look_at[sent] = np.inf
+        asking = self._left[sent[self._pair[self._left]]]
+        self._asked[asking] = self._whole(asking, self._have[asking])
+
+    def _answer(self, streams: Ints) -> None:
+        self._proven[streams] = self._asked[streams]
+        ended = streams[self._proven[streams] >= self.total[streams]]
         if len(ended):
-            self._left = left[self._have[left] < self.total[left]]
-        return (active, moved), float(took.max(initial=0.0))
+            self._ended[ended] = self.now
+            self._left = self._left[self._proven[self._left] < self.total[self._left]]
+        behind = streams[self._parent[streams] >= 0]
+        before = self._parent[behind]
+        offered = self._proven[before] if self._network.verify else self._have[before]
+        self._known[behind] = self._whole(behind, offered)
+
+    def _whole(self, streams: Ints, nbytes: Floats) -> Floats:
+        """Bytes of the chunks that are there."""
+        total, chunk = self.total[streams], self._chunk[streams]
+        return np.where(nbytes >= total, total, np.floor(nbytes / chunk + 1e-6) * chunk)
 
     def finished(self) -> Floats:
         found = np.zeros(self._nodes)
-        np.maximum.at(found, self.dst, self._ended)
+        some = self.total > 0
+        np.maximum.at(found, self._dst[self._pair[some]], self._ended[some])
         return found
 
 
-def _fair(out: Ints, into: Ints, most: Floats, rate: Floats) -> Floats:
-    """Max-min fair rates of streams that cross two resources each and take at most ``most``.
+def _fair(crosses: Ints, most: Floats, rate: Floats) -> Floats:
+    """Max-min fair rates of flows that cross these resources (indices into ``rate``) and take at most ``most``.
 
-    In each round, every stream whose level (its own limit, or the even share of a resource) is the least on both of
-    its resources gets it: what the others get there can only be more."""
-    found = np.zeros(len(out))
-    open_ = np.arange(len(out))
+    In each round, every flow whose level (its own limit, or the even share of a resource) is the least on all of its
+    resources gets it: what the others get there can only be more."""
+    found = np.zeros(len(crosses))
+    open_ = np.arange(len(crosses))
     free = rate.copy()
     while len(open_):
-        o, i = out[open_], into[open_]
-        users = np.bincount(o, minlength=len(rate)) + np.bincount(i, minlength=len(rate))
+        through = crosses[open_]
+        users = np.bincount(through.ravel(), minlength=len(rate))
         share = np.maximum(free, 0) / np.maximum(users, 1)
-        level = np.minimum(most[open_], np.minimum(share[o], share[i]))
+        level = np.minimum(most[open_], share[through].min(axis=1))
         least = np.full(len(rate), np.inf)
-        np.minimum.at(least, o, level)
-        np.minimum.at(least, i, level)
-        settled = (level <= least[o] * (1 + 1e-9)) & (level <= least[i] * (1 + 1e-9))
+        np.minimum.at(least, through.ravel(), np.repeat(level, through.shape[1]))
+        settled = (level[:, None] <= least[through] * (1 + 1e-9)).all(axis=1)
         chosen = open_[settled]
         found[chosen] = level[settled]
-        free -= np.bincount(out[chosen], found[chosen], len(rate)) + np.bincount(into[chosen], found[chosen], len(rate))
+        for resources in crosses[chosen].T:
+            free -= np.bincount(resources, found[chosen], len(rate))
         open_ = open_[~settled]
     return found
 
@@ -191,12 +269,12 @@ class _Timeline:
         self._steps = 0
 
     def add(self, now: float, moved: tuple[Ints, Floats]) -> None:
-        streams, nbytes = moved
-        over = self._model.network[streams]
-        streams, nbytes = streams[over], nbytes[over]
+        pairs, nbytes = moved
+        over = self._model.network[pairs]
+        pairs, nbytes = pairs[over], nbytes[over]
         n = len(self._model.nics)
-        self._open[0] += np.bincount(self._model.into[streams] - n, nbytes, n)
-        self._open[1] += np.bincount(self._model.out[streams], nbytes, n)
+        self._open[0] += np.bincount(self._model.into[pairs] - n, nbytes, n)
+        self._open[1] += np.bincount(self._model.out[pairs], nbytes, n)
         self._steps += 1
         if self._steps % self._span == 0:
             self._close(now)

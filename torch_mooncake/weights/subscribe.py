@@ -22,6 +22,7 @@ class Update:
     step: int | None
     nbytes: int  # copied into the model: tied tensors count once
     seconds: float  # from the version being found to the last byte copied
+    delta_nbytes: int = 0  # of what had changed, that came in the place of other bytes (``Subscriber``)
 
 
 class Subscription:

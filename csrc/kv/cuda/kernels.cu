@@ -25,11 +25,13 @@ void guarded(const Call& call, const CudaRun& run, CudaVerdict* out) {
 }  // namespace
 }  // namespace torch_mooncake::kv::cuda
 
-extern "C" TM_API const torch_mooncake::kv::CudaKernels* torch_mooncake_cuda_kernels_3() {
+extern "C" TM_API const torch_mooncake::kv::CudaKernels* torch_mooncake_cuda_kernels_4() {
   using namespace torch_mooncake::kv;
   using cuda::guarded;
-  static const CudaKernels kernels{guarded<PageCopy, cuda::copy_pages>, guarded<PageScaling, cuda::quantize_pages>,
-                                   guarded<PageScaling, cuda::dequantize_pages>,
-                                   guarded<PageHashing, cuda::hash_pages>};
+  static const CudaKernels kernels{
+      guarded<PageCopy, cuda::copy_pages>,          guarded<PageScaling, cuda::quantize_pages>,
+      guarded<PageScaling, cuda::dequantize_pages>, guarded<PageHashing, cuda::hash_pages>,
+      guarded<DeltaOnDevice, cuda::delta_count>,    guarded<DeltaOnDevice, cuda::delta_write>,
+      guarded<DeltaOnDevice, cuda::delta_apply>};
   return &kernels;
 }

@@ -67,6 +67,9 @@ void copy_pages(const PageCopy& copy, const CudaRun& run);
 void quantize_pages(const PageScaling& call, const CudaRun& run);
 void dequantize_pages(const PageScaling& call, const CudaRun& run);
 void hash_pages(const PageHashing& call, const CudaRun& run);
+void delta_count(const DeltaOnDevice& call, const CudaRun& run);
+void delta_write(const DeltaOnDevice& call, const CudaRun& run);
+void delta_apply(const DeltaOnDevice& call, const CudaRun& run);
 
 // Whether the ids of `copy` that lie on the device are good (kv::check_page_ids says what that is); refuses if not.
 // Waits for the stream. `scratch`: CudaCopyWorkspace::check_nbytes() of device memory.

@@ -67,4 +67,19 @@ Status cuda_hash_pages(const PageHashing& call, const CudaRun& run) {
   return queue(&CudaKernels::hash_pages, call, run);
 }
 
+Status cuda_delta_count(const DeltaOnDevice& call, const CudaRun& run) {
+  if (call.elements == 0) return {};
+  return queue(&CudaKernels::delta_count, call, run);
+}
+
+Status cuda_delta_write(const DeltaOnDevice& call, const CudaRun& run) {
+  if (call.changed == 0) return {};
+  return queue(&CudaKernels::delta_write, call, run);
+}
+
+Status cuda_delta_apply(const DeltaOnDevice& call, const CudaRun& run) {
+  if (call.changed == 0) return {};
+  return queue(&CudaKernels::delta_apply, call, run);
+}
+
 }  // namespace torch_mooncake::kv

@@ -1,12 +1,14 @@
-// The CUDA kernels' work done by the CPU, thread after thread and block after block: what copy_index.h, scaling_index.h
-// and hash_index.h compute, launched as csrc/kv/cuda/*.cu do.
+// The CUDA kernels' work done by the CPU, thread after thread and block after block: what copy_index.h,
+// scaling_index.h, hash_index.h and delta_index.h compute, launched as csrc/kv/cuda/*.cu do.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
 #include "kv/cuda/copy_plan.h"
+#include "kv/cuda/delta_index.h"
 #include "kv/cuda/hash_index.h"
+#include "kv/cuda/plugin.h"
 #include "kv/cuda/scaling_plan.h"
 
 namespace torch_mooncake::kv {
@@ -86,6 +88,30 @@ inline void scale_as_the_gpu_does(const PageScaling& call, bool quantize) {
     case WideType::bf16:
       return run.operator()<WideType::bf16>();
   }
+}
+
+inline void delta_count_as_the_gpu_does(const DeltaOnDevice& call) {
+  const auto arrays = cuda::delta_arrays(call.base, call.fresh, call.elements);
+  for_delta_size(call.element_nbytes, [&]<int kNbytes>() {
+    for (int64_t s = 0; s < delta_segments(call.elements); ++s)
+      call.directory[s] = cuda::DeltaKernel<kNbytes>::count(arrays, s);
+  });
+}
+
+inline void delta_write_as_the_gpu_does(const DeltaOnDevice& call) {
+  const auto arrays = cuda::delta_arrays(call.base, call.fresh, call.elements);
+  for_delta_size(call.element_nbytes, [&]<int kNbytes>() {
+    for (int64_t s = 0; s < delta_segments(call.elements); ++s)
+      cuda::DeltaKernel<kNbytes>::write(arrays, s, call.segments[s], call.tokens, call.values);
+  });
+}
+
+inline void delta_apply_as_the_gpu_does(const DeltaOnDevice& call) {
+  for_delta_size(call.element_nbytes, [&]<int kNbytes>() {
+    for (int64_t s = 0; s < delta_segments(call.elements); ++s)
+      cuda::DeltaKernel<kNbytes>::apply(call.target, s, call.segments[s], call.segments[s + 1], call.tokens,
+                                        call.values);
+  });
 }
 
 inline void hash_as_the_gpu_does(const PageHashing& call) {

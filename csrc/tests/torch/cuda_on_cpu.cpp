@@ -35,11 +35,40 @@ void quantize(const PageScaling& call, const CudaRun&, CudaVerdict*) { scale_as_
 void dequantize(const PageScaling& call, const CudaRun&, CudaVerdict*) { scale_as_the_gpu_does(call, false); }
 void hash(const PageHashing& call, const CudaRun&, CudaVerdict*) { hash_as_the_gpu_does(call); }
 
+// As delta.cu: through the workspace.
+void count(const DeltaOnDevice& call, const CudaRun& run, CudaVerdict*) {
+  DeltaOnDevice there = call;
+  there.directory = static_cast<DeltaEntry*>(run.workspace);
+  delta_count_as_the_gpu_does(there);
+  std::memcpy(call.directory, there.directory, CudaDeltaWorkspace::count_nbytes(call.elements));
+}
+DeltaOnDevice staged(const DeltaOnDevice& call, const CudaRun& run) {
+  const CudaDeltaWorkspace space(call, run.workspace);
+  std::memcpy(space.segments, call.segments, space.segments_nbytes);
+  DeltaOnDevice there = call;
+  there.segments = space.segments;
+  there.tokens = space.tokens;
+  there.values = space.values;
+  return there;
+}
+void write(const DeltaOnDevice& call, const CudaRun& run, CudaVerdict*) {
+  const DeltaOnDevice there = staged(call, run);
+  delta_write_as_the_gpu_does(there);
+  std::memcpy(call.tokens, there.tokens, call.token_nbytes);
+  std::memcpy(call.values, there.values, call.changed * call.element_nbytes);
+}
+void apply(const DeltaOnDevice& call, const CudaRun& run, CudaVerdict*) {
+  const DeltaOnDevice there = staged(call, run);
+  std::memcpy(there.tokens, call.tokens, call.token_nbytes);
+  std::memcpy(there.values, call.values, call.changed * call.element_nbytes);
+  delta_apply_as_the_gpu_does(there);
+}
+
 }  // namespace
 }  // namespace torch_mooncake::kv
 
-extern "C" TM_API const torch_mooncake::kv::CudaKernels* torch_mooncake_cuda_kernels_3() {
+extern "C" TM_API const torch_mooncake::kv::CudaKernels* torch_mooncake_cuda_kernels_4() {
   using namespace torch_mooncake::kv;
-  static const CudaKernels kernels{copy, quantize, dequantize, hash};
+  static const CudaKernels kernels{copy, quantize, dequantize, hash, count, write, apply};
   return &kernels;
 }

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake import _directory
-from torch_mooncake.errors import InvalidArgument, OutOfBounds, PeerLost, Unsupported
+from torch_mooncake.errors import InvalidArgument, OutOfBounds
+from torch_mooncake.integrations._dial import dial
 from torch_mooncake.integrations._memory import Ranges
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Session:
         answer = _directory.ask(*split_session(self.name), self._token)
         with self._lock:
             if self._peer is None or not self._peer.alive or self._peer.id.hex() != answer["id"]:
-                self._peer = self._connect(answer["addresses"], answer["id"])
+                self._peer = dial(self._engine, answer["addresses"], answer["id"], 5)
                 self._opened.clear()
             rows = sorted(answer["regions"])
             regions = Ranges(
@@ -49,20 +50,6 @@ class Session:
             for descriptor in gone:
                 del self._opened[descriptor]
             self._regions = regions
-
-    def _connect(self, addresses: list[str], engine_id: str) -> Peer:
-        failure: Exception = PeerLost("it listens nowhere", peer=self.name)
-        for address in addresses:
-            try:
-                peer = self._engine.connect(address, timeout=5)
-            except (PeerLost, Unsupported) as error:
-                failure = error
-                continue
-            if peer.id.hex() == engine_id:
-                return peer
-            peer.close()
-            failure = PeerLost(f"another engine listens at {address}", peer=self.name)
-        raise failure
 
     def connected(self) -> None:
         """Ask and connect, unless that is done."""

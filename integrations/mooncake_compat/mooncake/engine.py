@@ -42,6 +42,7 @@ class TransferOpcode(enum.IntEnum):
 
 
 _Opcode: TypeAlias = TransferOpcode
+Sides: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]  # addresses here, those there, sizes in bytes
 
 
 class TransferNotify:
@@ -49,6 +50,38 @@ class TransferNotify:
 
     def __init__(self, name: str = "", msg: str = "") -> None:
         self.name, self.msg = name, msg
+
+
+def _one(write: bool, later: bool = False) -> Callable[..., int]:
+    """A method for one piece of memory, in one direction."""
+
+    def transfer(
+        self: TransferEngine,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        return self._transfer(write, target_hostname, ([buffer], [peer_buffer_address], [length]), later=later)
+
+    return transfer
+
+
+def _many(write: bool, later: bool = False) -> Callable[..., int]:
+    """A method for many, in one direction."""
+
+    def transfer(
+        self: TransferEngine,
+        target_hostname: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        transport_hint: str = "",
+    ) -> int:
+        return self._transfer(write, target_hostname, (buffers, peer_buffer_addresses, lengths), later=later)
+
+    return transfer
 
 
 class TransferEngine:
@@ -223,35 +256,11 @@ class TransferEngine:
 
     # --- transfers ---
 
-    def transfer_sync_write(
-        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
-    ) -> int:
-        return self._sync(True, target_hostname, [buffer], [peer_buffer_address], [length])
-
-    def transfer_sync_read(
-        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
-    ) -> int:
-        return self._sync(False, target_hostname, [buffer], [peer_buffer_address], [length])
-
-    def batch_transfer_sync_write(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        return self._sync(True, target_hostname, buffers, peer_buffer_addresses, lengths)
-
-    def batch_transfer_sync_read(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        return self._sync(False, target_hostname, buffers, peer_buffer_addresses, lengths)
+    transfer_sync_write, batch_transfer_sync_write = _one(True), _many(True)
+    transfer_sync_read, batch_transfer_sync_read = _one(False), _many(False)
+    # A number for get_batch_transfer_status and transfer_check_status; 0 if it did not begin.
+    transfer_submit_write, batch_transfer_async_write = _one(True, later=True), _many(True, later=True)
+    batch_transfer_async_read = _many(False, later=True)
 
     def transfer_sync(
         self,
@@ -263,8 +272,9 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        write = opcode == TransferOpcode.Write
-        return self._sync(write, target_hostname, [buffer], [peer_buffer_address], [length], notify)
+        return self.batch_transfer_sync(
+            target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify, transport_hint
+        )
 
     def batch_transfer_sync(
         self,
@@ -276,29 +286,8 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        write = opcode == TransferOpcode.Write
-        return self._sync(write, target_hostname, buffers, peer_buffer_addresses, lengths, notify)
-
-    def batch_transfer_async_write(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        """A number for ``get_batch_transfer_status`` and ``transfer_check_status``; 0 if it did not begin."""
-        return self._async(True, target_hostname, buffers, peer_buffer_addresses, lengths)
-
-    def batch_transfer_async_read(
-        self,
-        target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: str = "",
-    ) -> int:
-        return self._async(False, target_hostname, buffers, peer_buffer_addresses, lengths)
+        sides = buffers, peer_buffer_addresses, lengths
+        return self._transfer(opcode == TransferOpcode.Write, target_hostname, sides, notify=notify)
 
     def batch_transfer_async(
         self,
@@ -309,13 +298,9 @@ class TransferEngine:
         opcode: _Opcode,
         transport_hint: str = "",
     ) -> int:
-        write = opcode == TransferOpcode.Write
-        return self._async(write, target_hostname, buffers, peer_buffer_addresses, lengths)
-
-    def transfer_submit_write(
-        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
-    ) -> int:
-        return self._async(True, target_hostname, [buffer], [peer_buffer_address], [length])
+        """As ``batch_transfer_async_write``, in the direction that is said."""
+        sides = buffers, peer_buffer_addresses, lengths
+        return self._transfer(opcode == TransferOpcode.Write, target_hostname, sides, later=True)
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Wait for all of them: 0, or -1 if one failed (or is not known). They are forgotten then."""
@@ -380,39 +365,23 @@ class TransferEngine:
                 self._sessions[name] = Session(self._engine, name, self._token)
             return self._sessions[name]
 
-    def _sync(
-        self,
-        write: bool,
-        session: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        lengths: Sequence[int],
-        notify: TransferNotify | None = None,
+    def _transfer(
+        self, write: bool, session: str, sides: Sides, *, later: bool = False, notify: TransferNotify | None = None
     ) -> int:
-        transfer = self._begin(write, session, local, remote, lengths, notify)
-        return INTERNAL_ERROR if transfer is None else transfer.wait()
-
-    def _async(
-        self, write: bool, session: str, local: Sequence[int], remote: Sequence[int], lengths: Sequence[int]
-    ) -> int:
-        transfer = self._begin(write, session, local, remote, lengths)
+        """Its code when it is over; with ``later`` its number, 0 if it did not begin."""
+        transfer = self._begin(write, session, sides, notify)
         if transfer is None:
-            return 0
+            return 0 if later else INTERNAL_ERROR
+        if not later:
+            return transfer.wait()
         with self._lock:
             number = next(self._numbers)
             self._transfers[number] = transfer
         return number
 
-    def _begin(
-        self,
-        write: bool,
-        session: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        lengths: Sequence[int],
-        notify: TransferNotify | None = None,
-    ) -> Transfer | None:
+    def _begin(self, write: bool, session: str, sides: Sides, notify: TransferNotify | None) -> Transfer | None:
         """None, and nothing is under way, if it cannot be done."""
+        local, remote, lengths = sides
         if not len(local) == len(remote) == len(lengths):
             self._refused(session, f"{len(local)} buffers, {len(remote)} of the peer, {len(lengths)} lengths")
             return None
@@ -423,9 +392,7 @@ class TransferEngine:
             return None
         assert engine is not None
         note = b"" if notify is None else notification(notify.name, notify.msg)
-        transfer = Transfer(
-            *(engine, peer, self._regions, write, local, remote, lengths), notify=note, timeout_s=self._timeout_s
-        )
+        transfer = Transfer(engine, peer, self._regions, write, *sides, notify=note, timeout_s=self._timeout_s)
         return transfer if transfer.begin() else None
 
     def __del__(self) -> None:

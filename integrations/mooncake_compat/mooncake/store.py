@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch_mooncake as tm
@@ -43,6 +43,38 @@ Pieces = Sequence[_memory.Piece]
 _ROOM_S = 2.0  # how long a put waits for room
 _BYTES_PER_S = 100e6  # and for its bytes to move, at the least
 _GET_S = 30.0
+
+
+def _from_one(if_exists: str) -> Callable[..., int]:
+    """A method that stores one piece of memory."""
+
+    def put(
+        self: MooncakeDistributedStore,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        config: ReplicateConfig = ReplicateConfig(),  # noqa: B008
+    ) -> int:
+        return self._put_pieces([key], [[(buffer_ptr, size)]], config, if_exists)[0]
+
+    return put
+
+
+def _from_many(if_exists: str) -> Callable[..., list[int]]:
+    """A method that stores a piece of memory under each key."""
+
+    def put(
+        self: MooncakeDistributedStore,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = ReplicateConfig(),  # noqa: B008
+    ) -> list[int]:
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [INVALID_PARAMS] * len(keys)
+        return self._put_pieces(keys, [[piece] for piece in zip(buffer_ptrs, sizes, strict=True)], config, if_exists)
+
+    return put
 
 
 class MooncakeDistributedStore:
@@ -184,25 +216,7 @@ class MooncakeDistributedStore:
         codes = self._put_values(keys, [[value] for value in values], config, "keep")
         return next((code for code in codes if code), 0)
 
-    def put_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        config: ReplicateConfig = ReplicateConfig(),  # noqa: B008
-    ) -> int:
-        return self._put_pieces([key], [[(buffer_ptr, size)]], config, "keep")[0]
-
-    def batch_put_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig = ReplicateConfig(),  # noqa: B008
-    ) -> list[int]:
-        if not len(keys) == len(buffer_ptrs) == len(sizes):
-            return [INVALID_PARAMS] * len(keys)
-        return self._put_pieces(keys, [[piece] for piece in zip(buffer_ptrs, sizes, strict=True)], config, "keep")
+    put_from, batch_put_from = _from_one("keep"), _from_many("keep")
 
     def batch_put_from_multi_buffers(
         self,
@@ -220,25 +234,7 @@ class MooncakeDistributedStore:
     def upsert(self, key: str, value: Buffer, config: ReplicateConfig = ReplicateConfig()) -> int:  # noqa: B008
         return self._put_values([key], [[value]], config, "replace")[0]
 
-    def upsert_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        config: ReplicateConfig = ReplicateConfig(),  # noqa: B008
-    ) -> int:
-        return self._put_pieces([key], [[(buffer_ptr, size)]], config, "replace")[0]
-
-    def batch_upsert_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig = ReplicateConfig(),  # noqa: B008
-    ) -> list[int]:
-        if not len(keys) == len(buffer_ptrs) == len(sizes):
-            return [INVALID_PARAMS] * len(keys)
-        return self._put_pieces(keys, [[piece] for piece in zip(buffer_ptrs, sizes, strict=True)], config, "replace")
+    upsert_from, batch_upsert_from = _from_one("replace"), _from_many("replace")
 
     def _put_values(
         self, keys: Sequence[str], values: Sequence[Sequence[Buffer]], config: ReplicateConfig, if_exists: str

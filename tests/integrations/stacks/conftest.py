@@ -31,12 +31,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Every module that passed whole gets its row."""
+    """Every program whose modules passed whole gets its row."""
     from importlib.metadata import version
 
+    ran: dict[str, list[str]] = defaultdict(list)
+    for module in _outcomes:
+        if module in _stacks:
+            ran[_stacks[module][0]].append(module)
     rows = {}
-    for module, outcomes in _outcomes.items():
-        if module in _stacks and set(outcomes) == {"passed"}:
-            name, what = _stacks[module]
+    for name, modules in ran.items():
+        outcomes = [outcome for module in modules for outcome in _outcomes[module]]
+        if set(outcomes) == {"passed"}:
+            what = "; ".join(_stacks[module][1] for module in sorted(modules))
             rows[name] = recording.row(name, version(name), len(outcomes), what)
     recording.record(rows)

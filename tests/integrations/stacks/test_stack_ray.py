@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from places import ROOT
-from processes import eventually
+from processes import command_line, eventually
 
 from torch_mooncake.integrations import ray as tm_ray
 
@@ -24,13 +24,13 @@ def cluster() -> Iterator[None]:
     folders = [ROOT, *(ROOT / "tests" / folder for folder in ("", "integrations", "integrations/stacks"))]
     env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TM_RUNTIME_DIR": "/tmp/tm-ray"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
     tm_ray.register()
     yield
     ray.shutdown()
 
 
-@ray.remote(enable_tensor_transport=True, num_cpus=1)
+@ray.remote(enable_tensor_transport=True, num_cpus=0)
 class Sender:
     @ray.method(tensor_transport="torch_mooncake")
     def one(self) -> torch.Tensor:
@@ -44,13 +44,16 @@ class Sender:
         made["half"] = torch.ones(7, dtype=torch.bfloat16)
         return made
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def registered(self) -> int:
         from ray.experimental.rdt.util import get_tensor_transport_manager
 
         return int(get_tensor_transport_manager(tm_ray.NAME).engine().stats()["regions"])
 
 
-@ray.remote(enable_tensor_transport=True, num_cpus=1)
+@ray.remote(enable_tensor_transport=True, num_cpus=0)
 class Receiver:
     def total(self, tensor: torch.Tensor) -> float:
         return float(tensor.double().sum())
@@ -97,7 +100,9 @@ def test_a_sender_that_is_killed_is_an_error_and_no_hang(cluster: None):
     sender, receiver = Sender.remote(), Receiver.remote()
     sent = sender.one.remote()
     ray.get(receiver.total.remote(sent), timeout=60)
+    pid = ray.get(sender.pid.remote(), timeout=60)
     ray.kill(sender)
+    assert eventually(lambda: not command_line(pid), timeout=60)  # ray.kill does not wait for its end
     with pytest.raises(ray.exceptions.RayError):
         ray.get(receiver.total.remote(sent), timeout=90)
     other = Receiver.remote()

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang_here  # noqa: F401
 import torch
-from bare import Absent, bare
 from lost import lose_node
+from places import ROOT
 from processes import PoolEnv
-
-import torch_mooncake as tm
-
-GPU_ONLY = ("torchvision", "torchaudio", "sgl_kernel", "flashinfer", "decord", "decord2", "deep_gemm", "cutlass")
-sys.meta_path.insert(0, Absent(*GPU_ONLY, "torch_memory_saver", "tvm_ffi", "blobfile", "av", "timm"))
-bare("sglang", "sglang")
-sys.modules["sglang"].__version__ = "0"  # type: ignore[attr-defined]
-
-from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
-from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.page_unified import PageUnifiedLayout
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+import torch_mooncake as tm
 
 STACK = (
     "sglang",
-    "HiCacheStorage, dynamic factory, MHA and MLA host pools; its test_mooncake_store on mooncake_compat",
+    "HiCacheStorage, dynamic factory, MHA and MLA host pools, EmbeddingStore; test_mooncake_store on mooncake_compat",
 )
 LAYERS, PAGE, PAGES, HEADS, DIM = 3, 2, 6, 4, 8
 MHA = {
@@ -68,6 +67,19 @@ def mla_pool(layout: str) -> Any:
     made.kv_lora_rank, made.qk_rope_head_dim, made.dcp_size = 12, 4, 1
     made.pin_memory, made.device = False, "cpu"
     made.kv_buffer = torch.randn(MLA[layout], generator=torch.Generator().manual_seed(4)).half()
+    return made
+
+
+def unified_pool(groups: int, heads: int = HEADS, mla: bool = False) -> Any:
+    """A host pool of the layout "page_unified", whose pages are one block each."""
+    made = mla_pool("page_first") if mla else host_pool("page_first", heads)
+    heads, dim = (1, 16) if mla else (heads, DIM)
+    made.layout = "page_unified"
+    made.page_unified_layout = PageUnifiedLayout(
+        page_size=PAGE, layer_num=LAYERS, head_num=heads, head_group_num=groups, head_dim=dim, itemsize=2, is_mla=mla
+    )
+    shape = made.page_unified_layout.page_dims(PAGES)
+    made.kv_buffer = torch.randn(shape, generator=torch.Generator().manual_seed(5)).half()
     return made
 
 
@@ -105,8 +117,6 @@ def slots(*pages: int) -> torch.Tensor:
 
 
 def page_bytes(pool: Any, page: int) -> bytes:
-    import ctypes
-
     return b"".join(ctypes.string_at(at, n) for at, n in zip(*pool.get_page_buffer_meta(slots(page)), strict=True))
 
 
@@ -158,6 +168,27 @@ def test_engines_of_different_tp_share_pages_cut_by_heads(backend: Any):
     assert torch.equal(whole.kv_buffer[:, 3], whole.kv_buffer[:, 0])
 
 
+def test_pages_of_one_block(backend: Any):
+    """The layout "page_unified": a page is one piece, and a rank's groups of heads are one piece of that."""
+    whole, mla = unified_pool(4), unified_pool(1, mla=True)
+    for pool in (whole, mla):
+        store = backend(pool, is_mla_model=pool is mla)
+        assert store.batch_set_v1(["aa", "bb"], slots(0, 2)) == [True, True]
+        assert store.batch_get_v1(["aa", "bb", "cc"], slots(3, 4, 5)) == [True, True, False]
+        assert torch.equal(pool.kv_buffer[[3, 4]], pool.kv_buffer[[0, 2]])
+        assert not torch.equal(pool.kv_buffer[5], pool.kv_buffer[0])
+    assert backend(whole, should_split_heads=True, tp_lcm_size=2).batch_set_v1(["aa"], slots(1)) == [True]
+    for rank in (0, 1):
+        half = unified_pool(2, heads=HEADS // 2)
+        reader = backend(half, should_split_heads=True, tp_lcm_size=2, tp_rank=rank, tp_size=2)
+        assert reader.batch_get_v1(["aa"], slots(5)) == [True]
+        assert torch.equal(half.kv_buffer[5], whole.kv_buffer[1, rank * 2 : rank * 2 + 2])
+        other = backend(unified_pool(1, heads=HEADS // 2), should_split_heads=True, tp_lcm_size=2, tp_size=2)
+        assert not other.exists("aa")  # the same bytes in another order
+    with pytest.raises(tm.Unsupported, match="groups of heads"):
+        backend(unified_pool(1), should_split_heads=True, tp_lcm_size=2).exists("aa")
+
+
 def test_who_must_not_share_does_not(backend: Any):
     pool = host_pool("page_first")
     backend(pool).batch_set_v1(["aa"], slots(0))
@@ -194,8 +225,33 @@ def test_hybrid_pools(backend: Any):
     wanted = page_bytes(indexer, 1)
     assert store.batch_get_v2([transfer(PoolName.INDEXER, ["b", "d"], [4, 5])]) == {PoolName.INDEXER: [True, False]}
     assert page_bytes(indexer, 4) == wanted
-    with pytest.raises(tm.Unsupported):
-        store.batch_exists_v2(keys, [transfer(PoolName.INDEXER, keys, [0], PoolHitPolicy.BLOCK_GROUPS)])
+
+
+def test_block_groups_are_told_beside_the_hit(backend: Any):
+    """Two keys for every three pages; one group that lacks a key ends what they cover, and not the hit."""
+    kv, blocks = host_pool("page_first"), mla_pool("page_first")
+    store = backend(kv)
+    store.register_mem_host_pool_v2(blocks, PoolName.INDEXER)
+    keys, groups = [f"p{i}" for i in range(6)], ["g0a", "g0b", "g1a", "g1b"]
+    geometry = {"name": PoolName.INDEXER, "hit_policy": PoolHitPolicy.BLOCK_GROUPS, "keys": groups}
+
+    def look(**other: Any) -> Any:
+        return store.batch_exists_v2(keys, [PoolTransfer(**{**geometry, "block_pages": 3, "group_pages": 2, **other})])
+
+    store.batch_set_v1(keys[:5], slots(0, 1, 2, 3, 4))
+    assert look().extra_pool_hit_pages == {"kv": 5}
+    assert store.batch_set_v2([PoolTransfer(PoolName.INDEXER, slots(0, 1, 2), keys=groups[:3])])[PoolName.INDEXER] == [
+        True,
+        True,
+        True,
+    ]
+    assert look().extra_pool_hit_pages == {"kv": 5, PoolName.INDEXER: 3}
+    store.batch_set_v2([PoolTransfer(PoolName.INDEXER, slots(3), keys=groups[3:])])
+    found = look()
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages[PoolName.INDEXER]) == (5, 6)
+    assert found.restorable_prefix_pages == [1, 2, 3, 4, 5]
+    with pytest.raises(tm.InvalidArgument):
+        look(group_pages=0)
 
 
 def test_values_without_the_page_interface(backend: Any):
@@ -235,6 +291,107 @@ def test_it_has_every_method_of_the_interface():
 
     for name in HiCacheStorage.__abstractmethods__ | {"batch_get_v1", "batch_set_v1", "batch_exists", "clear"}:
         assert getattr(PoolHiCache, name) is not getattr(HiCacheStorage, name)
+
+
+# --- embeddings ---
+
+
+@pytest.fixture
+def embeddings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A store by SGLang's factory, as its encoder server makes one."""
+    from sglang.srt.mem_cache.embedding_store import EmbeddingStore, EmbeddingStoreFactory
+    from sglang_pd import published
+
+    published()
+    made: list[Any] = []
+
+    def create(**environment: str) -> Any:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        made.append(EmbeddingStoreFactory.create_backend("torch_mooncake"))
+        assert isinstance(made[-1], EmbeddingStore)
+        return made[-1]
+
+    yield create
+    for each in made:
+        each.close()
+
+
+def test_embeddings_come_back(embeddings: Any, pool: tm.Pool):
+    store = embeddings()
+    source, target = torch.randn(40, 16), torch.zeros(40, 16)
+    store.register_buffer(source)
+    row = source[0].nbytes
+    assert store.batch_is_exist(["a", "b"]) == [False, False]
+    assert store.batch_put(["a", "b"], [source[0].data_ptr(), source[8].data_ptr()], [8 * row, 4 * row]) == [True, True]
+    assert store.batch_put(["a"], [source[0].data_ptr()], [8 * row]) == [True]
+    assert store.batch_is_exist(["a", "b", "c"]) == [True, True, False]
+    at, sizes = [target[i].data_ptr() for i in (0, 8, 12)], [8 * row, 4 * row, row]
+    assert store.batch_get(["a", "b", "c"], at, sizes) == [True, True, False]
+    assert torch.equal(target[:12], source[:12])
+    assert store.batch_get(["a"], [target[20].data_ptr()], [4 * row]) == [False]  # it has another size
+    assert all(key.startswith("sglang/default/dummy/embeddings/auto/") for key in pool.keys(""))
+    assert not embeddings(TM_SGLANG_NAMESPACE="tenant").batch_is_exist(["a"])[0]
+
+
+def test_embeddings_in_pieces(embeddings: Any):
+    """As its controller keeps them: runs of pages, the last one not full."""
+    store, pages = embeddings(), torch.randn(6, 8, 16)
+    before = pages.clone()
+
+    def of(*runs: int) -> tuple[list[list[int]], list[list[int]]]:
+        return [[pages[run].data_ptr() for run in runs]], [[pages[0].nbytes] * (len(runs) - 1) + [pages[0, :5].nbytes]]
+
+    assert store.batch_put_from_multi_buffers(["h"], *of(2, 0)) == [True]
+    assert store.batch_get_into_multi_buffers(["h"], *of(5, 1)) == [True]
+    assert torch.equal(pages[5], before[2])
+    assert torch.equal(pages[1, :5], before[0, :5])
+    assert torch.equal(pages[1, 5:], before[1, 5:])
+    assert store.batch_get_into_multi_buffers(["h", "i"], *(side * 2 for side in of(3, 4, 1))) == [False, False]
+
+
+def test_embeddings_of_a_lost_node_are_misses(embeddings: Any, pool_env: PoolEnv):
+    store = embeddings(TM_SGLANG_TIMEOUT_S="2")
+    value = torch.randn(16)
+    assert store.batch_put(["a"], [value.data_ptr()], [64]) == [True]
+    lose_node(pool_env, lambda: store.batch_is_exist(["a"])[0])
+    assert store.batch_get(["a"], [value.data_ptr()], [64]) == [False]
+
+
+# --- how SGLang finds the plug-in ---
+
+
+def test_sglang_loads_the_plug_in_by_its_entry_point(tmp_path: Path):
+    """A process that has nothing but the entry point of our distribution: SGLang's own loader and command line."""
+    import tomllib
+
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    info = tmp_path / "torch_mooncake-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_mooncake\nVersion: 0\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{lines}")
+    code = f"""
+import sys, argparse
+sys.path[:0] = {[str(tmp_path), *filter(None, sys.path)]!r}
+import sglang_here
+from sglang.srt import plugins
+from sglang.srt.managers import disagg_service
+plugins.load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+backend, store = "--disaggregation-transfer-backend", "--mm-global-cache-backend"
+told = parser.parse_args(["--model-path", "m", backend, "torch_mooncake", store, "torch_mooncake"])
+assert told.mm_global_cache_backend == "torch_mooncake"
+backend = disagg_service.TransferBackend(told.disaggregation_transfer_backend)
+for kind in disagg_service.KVClassType:
+    print(disagg_service.get_kv_class(backend, kind).__name__)
+print(disagg_service.get_kv_class(disagg_service.TransferBackend.FAKE, disagg_service.KVClassType.SENDER).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    names = [f"TorchMooncakeKV{each}" for each in ("Manager", "Sender", "Receiver", "BootstrapServer")]
+    assert done.stdout.split() == ["KVArgs", *names, "FakeKVSender"], done.stderr
 
 
 def test_sglang_s_own_mooncake_suite_on_the_compat_modules(compat_env: dict[str, str], monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,87 @@
+"""Who takes part changes: a new plan then, the one that there is while nothing changes, and the same for everybody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from processes import eventually
+
+import torch_mooncake as tm
+from torch_mooncake.weights import Place, Publisher, Subscriber
+from torch_mooncake.weights.plan import PLANNER
+
+
+def test_a_plan_for_each_set_of_members(opened: Callable[[Any], Any]):
+    trainer = {f"w{i}": torch.zeros(1000 + i) for i in range(4)}
+    publisher = opened(Publisher("policy", trainer, place=Place("trainer")))
+    workers: list[dict[str, torch.Tensor]] = []
+
+    def join() -> Subscriber:
+        workers.append({name: torch.full_like(tensor, -1) for name, tensor in trainer.items()})
+        return opened(Subscriber("policy", workers[-1], place=Place(f"w{len(workers)}")))
+
+    step = 0
+
+    def update(*subscribers: Subscriber) -> int:
+        """Plans that it took."""
+        nonlocal step
+        step, before = step + 1, PLANNER.made
+        for tensor in trainer.values():
+            tensor.fill_(step)
+        publisher.publish(step=step)
+        for subscriber in subscribers:
+            while subscriber.update(timeout=20).step < step:  # it came while the version before was current
+                pass
+        assert eventually(lambda: list(publisher.delivered().values()) == [True] * len(subscribers))
+        return PLANNER.made - before
+
+    first, second = join(), join()
+    assert update(first, second) == 1  # all of them, in this process, by one
+    assert update(first, second) == 0
+    assert update(first, second) == 0
+    third = join()
+    third.update(timeout=20)  # what there is, from those who have it: by a plan of its own
+    assert update(first, second, third) == 1
+    second.close()
+    assert update(first, third) == 1
+    assert update(first, third) == 0
+    fourth = join()
+    fourth.update(timeout=20)
+    assert update(first, third, fourth) == 1
+    for worker in (workers[0], workers[2], workers[3]):
+        assert all(bool(tensor.eq(step).all()) for tensor in worker.values())
+
+
+SAME = """
+import hashlib, torch
+from torch_mooncake.weights import Layout, Part, Place, Rule, Split, describe
+from torch_mooncake.weights.plan import plan
+def held(at, ranks):
+    layout = Layout([Rule("w{i}", [Part("w{i}", split=[Split("tp", 0)])])], {"tp": (at, ranks)})
+    return describe({f"w{i}": torch.empty(240 // ranks, 4000 + i) for i in range(5)}, layout)
+sources, targets = [held(i, 4) for i in range(4)] * 2, [held(i, 3) for i in range(3)] * 2
+made = plan(sources, targets, [Place(f"host{i // 2}", i % 2) for i in range(14)])
+state = hashlib.sha256(repr(made.routes).encode())
+for name in ("chunk_route", "chunk_nbytes", "piece_chunk", "piece_whole", "piece_start", "piece_size"):
+    state.update(getattr(made, name).tobytes())
+print(made.digest, state.hexdigest())
+"""
+
+
+def test_everybody_makes_the_same_plan():
+    """Whatever order their sets and dictionaries have."""
+    root = str(Path(tm.__file__).parents[1])
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", SAME], check=True, capture_output=True, text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root},
+        ).stdout
+        for seed in ("0", "1", "7")
+    }  # fmt: skip
+    assert len(said) == 1

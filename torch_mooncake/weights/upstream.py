@@ -1,0 +1,254 @@
+"""A node that chunks are read from: the reads that are under way, and looks at its board between them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torch_mooncake.errors import Error, PeerLost
+from torch_mooncake.transfer import Engine, Op
+from torch_mooncake.weights.board import (
+    COMPLETE,
+    COUNTER_NBYTES,
+    COUNTERS,
+    HAS_SUM,
+    HEADER,
+    HEADER_NBYTES,
+    MAX_CHUNKS,
+    MAX_ROUTES,
+    MAX_SLOTS,
+    NO_PLAN,
+    NO_SUM,
+    PLAN,
+    RESTARTS,
+    VERSION,
+    blob_offset,
+    counter_offset,
+    sum_offset,
+)
+from torch_mooncake.weights.delta import Taker
+from torch_mooncake.weights.members import Links, Member
+from torch_mooncake.weights.ranges import Chunks
+
+_WINDOW = 64 << 20  # bytes under way from one upstream, at most
+_WINDOW_S = 0.03  # and what comes in this time, or two chunks: looks at the board wait behind them
+_BOARD_S = 5.0
+_WORDS_AHEAD = 64  # of a route's blobs, at one look
+_ASK_S = 0.001  # between two looks at a board that had nothing new
+PAUSE_S = 0.0002
+
+
+class Superseded(Exception):
+    """The sources have begun to overwrite this version: there is a newer one, or will be."""
+
+
+@dataclass
+class Route:
+    number: int
+    path: list[int]  # nodes from the source to the one before this one
+    chunks: Chunks
+    next: int = 0  # the chunk to ask for
+    there: list[bool] = field(default_factory=list)  # of each chunk
+    proven: list[bool] = field(default_factory=list)
+    told: tuple[int, int] = (0, 0)  # chunks without a gap that are there, and proven ones: as on the board
+
+    @property
+    def done(self) -> bool:
+        return self.told[1] == len(self.chunks.parts)
+
+
+@dataclass
+class Proof:
+    """A chunk that its upstream still has, unchanged; ``crc``: what it must be, None if nobody says."""
+
+    route: Route
+    chunk: int
+    crc: int | None
+
+
+class Upstream:
+    """``tag``: of the plan. ``verify``: chunks are proven with their checksums only. ``taker``: of blobs, if any are
+    taken; ``deltas``: from this node, too, as far as is known."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        links: Links,
+        node: int,
+        member: Member,
+        source: bool,
+        version: int,
+        tag: int,
+        verify: bool,
+        taker: Taker | None = None,
+    ) -> None:
+        self.node, self.member, self.source, self.version = node, member, source, version
+        self.link = links.open(member)
+        self.same_host = self.link.peer.same_host
+        self.deltas = taker is not None and (taker.everywhere or not self.same_host)
+        self.words: dict[tuple[int, int], int] = {}  # (route, chunk): what its board says of the blob
+        self._worded: list[tuple[Route, int, int]] = []  # (route, chunk, count) whose words the look under way brings
+        self.routes: list[Route] = []
+        self.slot: int | None = None
+        self.has: dict[int, int] = {}  # route: chunks that it had at the last look
+        self.reads: list[tuple[Op, Route, int, int | None]] = []  # the last: which block of staging memory
+        self.unproven: list[tuple[Route, int]] = []  # chunks that were read since the last look at the board
+        self.inflight = 0
+        self.taken = 0  # bytes
+        self.looked = 0  # bytes of its board that were asked for
+        self.began = 0.0  # when the first chunk was asked for
+        self.last_news = time.monotonic()
+        self._engine, self._tag, self._verify = engine, tag, verify
+        self._words = np.zeros(HEADER_NBYTES // 8, np.int64)
+        self._region = engine.register(self._words)
+        self._ask: Op | None = None
+        self._asked: list[Route] = []
+        self._proves: list[tuple[Route, int]] = []  # those that the look under way may prove
+        self._summed: list[tuple[Route, int]] = []  # those of them whose checksums it brings
+        self._restarts = 0
+        self._next_ask = 0.0
+
+    def window(self) -> int:
+        """Bytes that may be under way."""
+        passed = time.monotonic() - self.began
+        rate = self.taken / passed if self.taken and passed > 0 else 0
+        largest = max(max(route.chunks.nbytes) for route in self.routes)
+        return min(_WINDOW, max(2 * largest, int(rate * _WINDOW_S)))
+
+    def ask(self) -> bool:
+        """Begin to read the board, unless that is under way or too soon."""
+        if self._ask is not None or time.monotonic() < self._next_ask:
+            return False
+        self._asked = [route for route in self.routes if route.number < MAX_ROUTES] if not self.source else []
+        self._proves, self.unproven = self.unproven, []
+        self._summed = []
+        if self._verify and self.slot is not None:
+            self._summed = [item for item in self._proves if item[0].chunks.first + item[1] < MAX_CHUNKS]
+        there = [0, *(counter_offset(route.number) for route in self._asked)]
+        there += [sum_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk in self._summed]
+        sizes = [HEADER_NBYTES] + [COUNTER_NBYTES] * len(self._asked) + [8] * len(self._summed)
+        self._worded = self._unknown_words() if self.deltas and self.slot is not None else []
+        there += [blob_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk, _ in self._worded]
+        sizes += [8 * count for _, _, count in self._worded]
+        here = np.concatenate([[0], np.cumsum(sizes)])
+        self.looked += int(here[-1])
+        if len(self._words) * 8 < here[-1]:
+            self._engine.deregister(self._region)
+            self._words = np.zeros(int(here[-1]) // 8, np.int64)
+            self._region = self._engine.register(self._words)
+        self._ask = self._engine.read(
+            self._region, self.link.board, local_offsets=here[:-1], remote_offsets=np.array(there, np.int64),
+            nbytes=np.array(sizes, np.int64), timeout=_BOARD_S,
+        )  # fmt: skip
+        return True
+
+    def _unknown_words(self) -> list[tuple[Route, int, int]]:
+        found = []
+        for route in self.routes:
+            first = route.next
+            while (route.number, first) in self.words:
+                first += 1
+            count = min(_WORDS_AHEAD, len(route.chunks.parts) - first, MAX_CHUNKS - route.chunks.first - first)
+            if first < route.next + _WORDS_AHEAD and count > 0:
+                found.append((route, first, count))
+        return found
+
+    def _take_words(self, plan: int) -> None:
+        """``plan``: of the version on the board; 0: its owner has not begun to say more of it."""
+        if plan not in (0, self._tag):
+            self.deltas = False
+            return
+        at = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8 + len(self._summed)
+        for route, chunk, count in self._worded:
+            for i, word in enumerate(self._words[at : at + count].tolist() if plan else ()):
+                if word:
+                    self.words[route.number, chunk + i] = word
+            at += count
+
+    def answer(self) -> list[Proof] | None:
+        """None while the board has not been read, else chunks that are now proven. Superseded if the version is not
+        there any more, or some of it comes again."""
+        if self._ask is None or not self._ask.done():
+            return None
+        ask, self._ask = self._ask, None
+        ask.wait()
+        self._next_ask = time.monotonic() + _ASK_S
+        header = self._words[: HEADER_NBYTES // 8].reshape(MAX_SLOTS, HEADER)
+        versions = header[:, VERSION]
+        slots = np.flatnonzero(versions == self.version)
+        if self.slot is not None and self.slot not in slots:
+            raise Superseded
+        if not len(slots):
+            if np.abs(versions).max() >= self.version:  # a newer one, or this one, withdrawn
+                raise Superseded
+            return []
+        slot = int(slots[0])
+        plan, complete, restarts = header[slot, [PLAN, COMPLETE, RESTARTS]].tolist()
+        if self.slot is not None and restarts != self._restarts:
+            raise Superseded
+        self.slot, self._restarts = slot, restarts
+        if plan == NO_PLAN and self.source:
+            self._verify = False
+        if complete:
+            if self._verify and not self.source and plan != self._tag:
+                raise PeerLost(f"{self.member.record.name} got the version another way, and has no checksums of it")
+            seen = {route.number: (len(route.chunks.parts),) * 2 for route in self.routes}
+        elif plan == self._tag:
+            first = HEADER_NBYTES // 8
+            rows = self._words[first : first + len(self._asked) * COUNTER_NBYTES // 8]
+            counts = rows.reshape(-1, MAX_SLOTS, COUNTERS)[:, slot].tolist()
+            seen = {route.number: (row[0], row[1]) for route, row in zip(self._asked, counts, strict=True)}
+        else:
+            seen = {}
+        self._take_words(plan)
+        self.has = {number: counts[0] for number, counts in seen.items()}
+        return self._proofs(seen, plan == self._tag)
+
+    def _proofs(self, seen: dict[int, tuple[int, int]], same_plan: bool) -> list[Proof]:
+        first = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8
+        words = self._words[first : first + len(self._summed)].tolist() if same_plan else []
+        sums = {
+            (route.number, chunk): word - HAS_SUM
+            for (route, chunk), word in zip(self._summed, words, strict=False)
+            if word & HAS_SUM
+        }
+        none = {
+            (route.number, chunk) for (route, chunk), word in zip(self._summed, words, strict=False) if word & NO_SUM
+        }
+        found = []
+        for route, chunk in self._proves:
+            proven = chunk < seen.get(route.number, (0, 0))[1]
+            crc = sums.get((route.number, chunk))
+            summed = self._verify and route.chunks.first + chunk < MAX_CHUNKS and (route.number, chunk) not in none
+            if proven and (crc is not None or not summed):
+                found.append(Proof(route, chunk, crc))
+            else:
+                self.unproven.append((route, chunk))
+        self._proves = []
+        return found
+
+    def doubtful(self) -> list[tuple[Route, int]]:
+        """Chunks that are there and not proven."""
+        return [*self.unproven, *self._proves]
+
+    def wait(self, seconds: float) -> None:
+        """Until something that is under way has ended, or for so long."""
+        op = self.reads[0][0] if self.reads else self._ask
+        if op is None:
+            time.sleep(PAUSE_S)
+            return
+        try:
+            op.wait(seconds)
+        except Error:
+            pass  # not in that time; or it ended so, and whoever takes it finds that
+
+    def close(self) -> None:
+        pending = [read[0] for read in self.reads] + ([self._ask] if self._ask is not None else [])
+        for op in pending:
+            op.cancel()
+        for op in pending:
+            while not op.done():  # an op ends, whatever its peer does
+                time.sleep(PAUSE_S)
+        self._engine.deregister(self._region)

@@ -176,11 +176,12 @@ class Decode:
 
     def _conclude(self, arriving: _Arriving) -> None:
         order, session = arriving.order, arriving.session
+        done = session is not None and session.state == "done"
         for ended in arriving.calls:
-            ended.add_done_callback(_hang_up)
+            ended.add_done_callback(lambda ended: _end_call(ended, order.transfer_id, done))
         for line in arriving.lines:
-            line.close()
-        if session is not None and session.state == "done":
+            _hang_up(line, order.transfer_id, done)
+        if done:
             return
         error = None if session is None else session.error
         if arriving.cancelled:
@@ -202,6 +203,16 @@ class Decode:
             self._conclude(arriving)
 
 
-def _hang_up(ended: Future[Line]) -> None:
+def _end_call(ended: Future[Line], transfer: str, done: bool) -> None:
     if not ended.cancelled() and ended.exception() is None:
-        ended.result().close()
+        _hang_up(ended.result(), transfer, done)
+
+
+def _hang_up(line: Line, transfer: str, done: bool) -> None:
+    """``done``: this rank has all it gets, though the prefill rank at the other end may have others to feed."""
+    if done:
+        try:
+            line.send({"kind": "have", "transfer": transfer})
+        except tm.PeerLost:
+            pass  # it has hung up itself
+    line.close()

@@ -70,6 +70,13 @@ class Prefill:
         if message.get("kind") == "unwanted":
             self._threads.submit(self.drop, name, tm.Cancelled("the decode request ended before it had blocks"))
             return
+        if message.get("kind") == "have":
+            with self._lock:
+                known = self._transfers.get(name)
+            if known is not None:
+                with known.lock:
+                    known.content.add(line)
+            return
         rank, ask = Ask.of(line, message)
         try:
             if message.get("incarnation") not in (None, "", self._incarnation):
@@ -93,7 +100,7 @@ class Prefill:
             transfers = list(self._transfers.values())
         for transfer in transfers:
             with transfer.lock:
-                ours = any(ask.line is line for ask in transfer.asks.values())
+                ours = line not in transfer.content and any(ask.line is line for ask in transfer.asks.values())
                 waiting = transfer.session is None
             if ours and waiting:
                 self.drop(transfer.id, tm.PeerLost("the decode engine hung up before it was served"))

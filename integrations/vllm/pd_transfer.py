@@ -52,6 +52,7 @@ class Transfer:
         self.pushed = 0
         self.event: Any = None  # of the stream that made the latest ready ones
         self.asks: dict[int, Ask] = {}
+        self.content: set[Line] = set()  # of decode ranks that have all they get, from others
         self.session: PrefillSession | None = None
         self.dead: BaseException | None = None  # it is to end
         self.ended = False  # nothing of it is under way

@@ -21,7 +21,7 @@ ALONE := tests/build tests/demo tests/distributed
 export TM_JOBS = $(JOBS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-rdma test-gpu demo peers env-integrations env-vllm test-integrations bench lint format stubs stubs-check cuda fuzz sanitize clean
+.PHONY: help setup build test ctest pytest test-torch-suite test-torch-versions test-all test-rdma test-gpu demo peers env-integrations env-vllm test-integrations bench lint format stubs stubs-check cuda fuzz sanitize sanitize-rdma clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -58,7 +58,7 @@ build: $(STAMPS)/editable  ## the native libraries, in place (TM_CUDA=1 adds the
 	$(PY) setup.py -q build_ext --inplace
 
 # ---- tests -------------------------------------------------------------------------------------------------------
-test: build ctest pytest  ## C++ and Python tests, fast tier
+test: build ctest sanitize-rdma pytest  ## C++ and Python tests, fast tier
 
 ctest: build
 	cmake -DTM_TESTS=ON $(NATIVE) > $(NATIVE)/cmake.log || { cat $(NATIVE)/cmake.log; exit 1; }
@@ -83,7 +83,7 @@ test-all: test  ## that, and: slow (torch's suite at 4 and 8, too), namespaces, 
 	$(PY) tests/everything.py
 
 # In a virtual machine, which emulates the processor: nothing on this host is needed but packages, nothing is changed.
-VERBS_TESTS := data faults
+VERBS_TESTS := data faults metrics opening reuse sharing
 test-rdma: build  ## the RDMA transport over real verbs (Soft-RoCE in a QEMU machine; skipped, loudly, without QEMU)
 	-.ci/system-packages rdma
 	cmake -DTM_TESTS=ON $(NATIVE) > $(NATIVE)/cmake.log || { cat $(NATIVE)/cmake.log; exit 1; }
@@ -169,6 +169,16 @@ sanitize: $(STAMPS)/dev  ## C++ tests under SANITIZE=address,undefined or thread
 	  -DTM_SANITIZE=$(SANITIZE)
 	cmake --build build/sanitize-$(SANITIZE) -j $(JOBS)
 	ctest --test-dir build/sanitize-$(SANITIZE) -j $(JOBS) --output-on-failure --no-tests=error
+
+# What `make test` has time for: built with less optimisation and in few translation units, with nothing that it lacks.
+sanitize-rdma: $(STAMPS)/dev  ## RDMA over its fake driver under ASan and TSan
+	for kind in address thread; do \
+	  build=build/sanitize-rdma-$$kind; \
+	  cmake -S . -B $$build -G Ninja -DTM_TESTS=ON -DTM_TESTS_RDMA=ON -DTM_PYTHON=OFF -DTM_TORCH=OFF \
+	    -DTM_SANITIZE=$$kind > /dev/null; \
+	  cmake --build $$build -j $(JOBS) --target tm_rdma_tests; \
+	  ctest --test-dir $$build -j $(JOBS) --output-on-failure --no-tests=error; \
+	done
 
 # ---- style -------------------------------------------------------------------------------------------------------
 lint: $(STAMPS)/dev  ## ruff, clang-format, mypy

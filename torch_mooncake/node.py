@@ -160,6 +160,11 @@ def arguments(
         args += ["--memory", str(config.memory)]
     for ssd in config.ssd:
         args += ["--ssd", ssd]
+    args += ["--transports", ",".join(config.transports)]
+    if config.nics:
+        args += ["--nics", ",".join(config.nics)]
+    if config.rdma:
+        args += ["--rdma", config.rdma]
     if config.host_id:
         args += ["--host-id", config.host_id]
     if leader:

@@ -2,13 +2,23 @@
 
 namespace torch_mooncake::transfer {
 
+// Its length is known before, so that there is one allocation: regions are many.
 std::string Descriptor::encode() const {
-  ByteWriter out;
-  out.put(kMagic).put(kVersion).put(engine).put(kind).put(region).put(generation).put(nbytes);
-  out.put(static_cast<uint8_t>(readable)).put(static_cast<uint8_t>(writable)).put(std::string_view(label));
-  out.put(static_cast<uint32_t>(access.size()));
-  for (auto& record : access) out.put(record.kind).put(std::string_view(record.body));
-  return out.take();
+  std::string out;
+  auto put = [&](auto value) { out.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  auto put_string = [&](std::string_view bytes) {
+    put(static_cast<uint32_t>(bytes.size()));
+    out.append(bytes);
+  };
+  constexpr size_t kFixed = 64, kRecord = 8;
+  size_t length = kFixed + label.size();
+  for (auto& record : access) length += kRecord + record.body.size();
+  out.reserve(length);
+  put(kMagic), put(kVersion), put(engine), put(kind), put(region), put(generation), put(nbytes);
+  put(static_cast<uint8_t>(readable)), put(static_cast<uint8_t>(writable)), put_string(label);
+  put(static_cast<uint32_t>(access.size()));
+  for (auto& record : access) put(record.kind), put_string(record.body);
+  return out;
 }
 
 Result<Descriptor> Descriptor::decode(std::string_view bytes) {

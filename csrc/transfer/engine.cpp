@@ -105,6 +105,7 @@ Status EngineImpl::open_nics(const NicFilter& filter) {
   for (auto& device : devices) nics_.push_back(std::make_shared<rdma::Nic>(device, nics_.size()));
   lazy_nics_ = settings.lazy;
   words_ = std::make_shared<rdma::WordTable>(nics_);
+  nic_ranks_ = std::make_unique<rdma::NicRanks>(nics_, driver);
   TM_ASSIGN(nic_identity_, words_->take());
   std::array<uint64_t, 2> halves;
   std::memcpy(halves.data(), id().data(), sizeof halves);
@@ -114,7 +115,8 @@ Status EngineImpl::open_nics(const NicFilter& filter) {
 
 Status EngineImpl::ensure_nic_keys(RegionImpl& region) {
   return region.ensure_nic_keys([&] {
-    return rdma::RegionKeys::make(nics_, *words_, region.data(), region.nbytes(), region.readable(), region.writable());
+    return rdma::RegionKeys::make(*words_, *nic_ranks_, region.data(), region.nbytes(), region.readable(),
+                                  region.writable());
   });
 }
 
@@ -206,13 +208,13 @@ Result<RegionPtr> EngineImpl::add_region(RegionTable::Place place, RegionOptions
   TM_TRY(usable());
   bool shm = allows("shm");
   if (!nics_.empty() && !lazy_nics_ && place.kind == MemoryKind::host) {
-    TM_ASSIGN(place.nic_keys,
-              rdma::RegionKeys::make(nics_, *words_, place.data, place.nbytes, options.readable, options.writable));
+    TM_ASSIGN(place.nic_keys, rdma::RegionKeys::make(*words_, *nic_ranks_, place.data, place.nbytes, options.readable,
+                                                     options.writable));
   }
   if (!nics_.empty() && place.kind == MemoryKind::cuda) {
     auto& memory = static_cast<CudaMemory&>(*place.backing);
     if (memory.shareable()) {  // a weak region's memory may be freed at any time
-      auto keys = rdma::RegionKeys::of_device(nics_, *words_, memory, options.readable, options.writable);
+      auto keys = rdma::RegionKeys::of_device(*words_, *nic_ranks_, memory, options.readable, options.writable);
       static log::Once once(60'000);
       if (keys) {
         if ((*keys)->flush()) flush_devices_ |= uint64_t{1} << (memory.queue().device() & 63);
@@ -610,6 +612,7 @@ void EngineImpl::close() {
   rpc_->close();
   for (auto& peer : everybody)
     if (auto* endpoint = peer->endpoint<rdma::RdmaEndpoint>()) endpoint->wait_at_rest(Deadline::after_ms(1000));
+  pinner_.stop();
   for (auto& worker : repair_) worker.stop();
   for (auto& nic : nics_) nic->stop();
   notes_->close();

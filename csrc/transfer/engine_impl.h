@@ -1,7 +1,7 @@
 // EngineImpl: regions, peers and threads of one engine. See engine.h for the promises.
 //
 // Threads it owns: those of the rpc endpoint; `mover` (long copies), `callbacks` (user code, last references), `repair`
-// (reopens lanes). The three are made on first use.
+// (reopens lanes), `pinner` (registers memory with NICs when it is first used). They are made on first use.
 #pragma once
 
 #include <unistd.h>
@@ -67,6 +67,8 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Worker& mover() { return mover_; }
   // Dials lanes. Rails take different threads, so that one that is silent does not hold up the others.
   Worker& repair(size_t rail = 0) { return repair_[rail % repair_.size()]; }
+  // Registers memory with NICs, which takes the time that pinning takes.
+  Worker& pinner() { return pinner_; }
   HostRails& host_rails() { return host_rails_; }
   const rdma::Nics& nics() const { return nics_; }  // empty unless "rdma" is allowed
   rdma::WordTable& words() { return *words_; }      // with NICs
@@ -108,11 +110,12 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   rdma::Nics nics_;
   std::shared_ptr<rdma::WordTable> words_;
   rdma::SlotPtr nic_identity_;
+  std::unique_ptr<rdma::NicRanks> nic_ranks_;
   bool lazy_nics_ = false;
   std::atomic<uint64_t> flush_devices_{0};  // a bit each: has regions that NICs write to, and wants flush_nic_writes()
   std::shared_ptr<RegionTable> regions_;    // shared with drains that may outlive us
   std::shared_ptr<Pacer> pacer_;
-  Worker mover_{"tm-mover"};
+  Worker mover_{"tm-mover"}, pinner_{"tm-pinner"};
   std::array<Worker, 4> repair_{Worker("tm-repair-0"), Worker("tm-repair-1"), Worker("tm-repair-2"),
                                 Worker("tm-repair-3")};
 

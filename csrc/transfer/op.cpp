@@ -326,6 +326,15 @@ void OpImpl::give_back_notify(std::string text) {
   options_.notify = std::move(text);
 }
 
+void OpImpl::moves_to(const std::string& from, const std::string& to, bool all) {
+  std::lock_guard lock(mutex_);
+  if (all && transport_ == from && one_submit_) {
+    transport_ = to;
+  } else if (transport_.find(to) == std::string::npos) {
+    transport_ += "+" + to;
+  }
+}
+
 void OpImpl::part_done(const PartPtr& part, const Status& status) {
   if (!status.is_ok()) stop(status);
   uint64_t over = 0;

@@ -93,6 +93,8 @@ class OpImpl final : public Op, public std::enable_shared_from_this<OpImpl> {
   std::string take_notify();
   // By a transport that cannot after all, while a part of its own is there: the op sends it when all have ended.
   void give_back_notify(std::string text);
+  // By a transport that hands what is left of its part to another; `all`: it has moved none of it.
+  void moves_to(const std::string& from, const std::string& to, bool all);
 
  private:
   // What was submitted at once: some bytes, and the parts that still carry them.

@@ -43,15 +43,17 @@ RegionIndex::Link RegionIndex::merge(Link a, Link b) {
   return std::move(top);
 }
 
+// Down to the first node of a lower priority, whose place it takes.
 void RegionIndex::insert(Link& tree, Link node) {
-  if (!tree || node->priority > tree->priority) {
-    split(std::move(tree), node->begin, node->id, node->left, node->right);
-    tree = std::move(node);
-  } else {
-    Link& side = before(*tree, node->begin, node->id) ? tree->right : tree->left;
-    insert(side, std::move(node));
+  Link* at = &tree;
+  while (*at && (*at)->priority >= node->priority) {
+    Node& above = **at;
+    above.max_end = std::max(above.max_end, node->end);
+    at = before(above, node->begin, node->id) ? &above.right : &above.left;
   }
-  update(*tree);
+  split(std::move(*at), node->begin, node->id, node->left, node->right);
+  update(*node);
+  *at = std::move(node);
 }
 
 void RegionIndex::insert(uint64_t begin, uint64_t end, uint64_t id) {

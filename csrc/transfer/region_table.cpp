@@ -16,11 +16,24 @@ std::shared_ptr<rdma::RegionKeys> RegionImpl::nic_keys() const {
   return nic_keys_;
 }
 
+// Made without the lock, as that takes long: who asks whether there are any does not wait.
 Status RegionImpl::ensure_nic_keys(const std::function<Result<std::shared_ptr<rdma::RegionKeys>>()>& make) {
-  std::lock_guard lock(keys_mutex_);  // also of whoever wants them meanwhile: they are made once
+  std::unique_lock lock(keys_mutex_);
+  keys_made_.wait(lock, [&] { return !making_keys_; });  // whoever wants them meanwhile: they are made once
   if (nic_keys_) return {};
   if (forgotten_) return {Code::key_not_found, name() + " is not registered any more"};
-  TM_ASSIGN(nic_keys_, make());
+  making_keys_ = true;
+  lock.unlock();
+  auto made = make();
+  lock.lock();
+  making_keys_ = false;
+  keys_made_.notify_all();
+  TM_TRY(made.status());
+  if (forgotten_) {
+    lock.unlock();
+    return {Code::key_not_found, name() + " is not registered any more"};
+  }
+  nic_keys_ = std::move(*made);
   nic_keys_->set_generation(word_.load());
   return {};
 }
@@ -87,23 +100,29 @@ void RegionTable::forget_address(const RegionImpl& region) {
 }
 
 bool RegionTable::remove(const RegionImplPtr& region) {
-  std::lock_guard lock(mutex_);
-  auto it = live_.find(region->id_);
-  if (it == live_.end() || it->second != region) return false;
-  region->word_.store(0, std::memory_order_seq_cst);
-  if (auto keys = region->nic_keys()) keys->set_generation(0);
-  index_.erase(reinterpret_cast<uint64_t>(region->data_), region->id_);
-  quarantined_.insert(live_.extract(it));
+  {
+    std::lock_guard lock(mutex_);
+    auto it = live_.find(region->id_);
+    if (it == live_.end() || it->second != region) return false;
+    region->word_.store(0, std::memory_order_seq_cst);
+    index_.erase(reinterpret_cast<uint64_t>(region->data_), region->id_);
+    quarantined_.insert(live_.extract(it));
+  }
+  if (auto keys = region->nic_keys()) keys->set_generation(0);  // those made from now on begin with it
   return true;
 }
 
 std::shared_ptr<void> RegionTable::forget(const RegionImplPtr& region) {
-  std::shared_ptr<rdma::RegionKeys> keys;  // fences when it goes, without the locks
-  std::lock_guard lock(mutex_);
-  if (quarantined_.erase(region->id_) == 0) return nullptr;
-  std::lock_guard keys_lock(region->keys_mutex_);
-  region->forgotten_ = true;
-  keys = std::move(region->nic_keys_);
+  {
+    std::lock_guard lock(mutex_);
+    if (quarantined_.erase(region->id_) == 0) return nullptr;
+  }
+  std::shared_ptr<rdma::RegionKeys> keys;  // fences when it goes, without the lock
+  {
+    std::lock_guard lock(region->keys_mutex_);
+    region->forgotten_ = true;
+    keys = std::move(region->nic_keys_);
+  }
   return std::move(region->options_.keep);
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <unordered_map>
@@ -61,7 +62,9 @@ class RegionImpl final : public Region {
   std::shared_ptr<Backing> backing_;
   std::shared_ptr<Segment> segment_;
   uint64_t segment_offset_ = 0;
-  mutable std::mutex keys_mutex_;
+  mutable std::mutex keys_mutex_;  // held for moments, and never with the table's
+  std::condition_variable keys_made_;
+  bool making_keys_ = false;
   std::shared_ptr<rdma::RegionKeys> nic_keys_;
   bool forgotten_ = false;  // no keys are made any more
   Id128 engine_{};

@@ -33,6 +33,7 @@ enum Method : uint16_t {
   kRdmaFlush = 153,       // call: answered when what NICs have written into devices is there
   kRdmaKeys = 154,        // call: register that region of yours with your NICs; its record
   kRdmaImmediate = 155,   // post: as an immediate, when no rail is left to carry one
+  kRdmaForget = 156,      // call: has that notification been delivered? If not, it is not to be
   kStageOpen = 160,       // call: descriptor of the owner's slots for us (stage)
   kStage = 161,           // call: owner, move these bytes between a slot and your file or device; answered when moved
 };

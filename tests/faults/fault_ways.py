@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from processes import Child
+from verbs import VERBS, nics
 
 import torch_mooncake as tm
 from torch_mooncake import _core
@@ -25,13 +26,15 @@ WAYS = {
     "unix": (("tcp",), False, False),
     "tcp": (("tcp",), False, True),
 }
+if VERBS:
+    WAYS = {"rdma": (("rdma",), False, False)}
 MiB = 1 << 20
 
 SETUP = """
 import mmap, os, time
 import numpy as np, torch_mooncake as tm
 from torch_mooncake._core import SharedBuffer
-engine = tm.Engine(listen=listen, transports=transports, token="t", host_id=host_id or None, name="other")
+engine = tm.Engine(listen=listen, transports=transports, token="t", host_id=host_id or None, name="other", nics=nics)
 window = np.frombuffer(mmap.mmap(os.open(window_path, os.O_RDWR), nbytes), np.uint8)
 there = np.frombuffer(SharedBuffer(nbytes), np.uint8) if shared else window
 region = engine.register(there)
@@ -65,7 +68,7 @@ class Two:
     ) -> None:
         self.way, self.nbytes = way, nbytes
         transports, shared, other_host = WAYS[way]
-        self.engine = tm.Engine(transports=transports, token="t", name="ours")
+        self.engine = tm.Engine(transports=transports, token="t", name="ours", nics=nics(0))
         self.local = memory(way, nbytes)
         self.region = self.engine.register(self.local)
         self._memfd = os.memfd_create("tm-test")
@@ -76,6 +79,7 @@ class Two:
             "transports": list(transports),
             "shared": shared,
             "host_id": "another-host" if other_host else "",
+            "nics": nics(1),
             "window_path": f"/proc/{os.getpid()}/fd/{self._memfd}",
             "nbytes": nbytes,
             "listen": listen,

@@ -40,9 +40,9 @@ def parse(record: bytes) -> tuple[int, int, list[list[int]]]:
     for _ in range(nics):
         (length,) = struct.unpack_from("<I", record, at)
         at += 4 + length
-        _generation_key, chunks = struct.unpack_from("<II", record, at)
-        keys.append(list(struct.unpack_from(f"<{chunks}I", record, at + 8)))
-        at += 8 + 4 * chunks
+        _distance, _generation_key, chunks = struct.unpack_from("<BII", record, at)
+        keys.append(list(struct.unpack_from(f"<{chunks}I", record, at + 9)))
+        at += 9 + 4 * chunks
     assert at == len(record)
     return address, chunk, keys
 

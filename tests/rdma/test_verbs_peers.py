@@ -76,6 +76,20 @@ def test_a_stopped_peer_is_read_and_written_all_the_same(child: Callable[..., An
         assert server.holds(nbytes, 2)
 
 
+def test_a_peer_stopped_in_the_middle_holds_up_no_byte(child: Callable[..., Any]) -> None:
+    nbytes = 16 * MiB
+    with engine(0) as here:
+        server = Server(child, nbytes)
+        remote = here.connect(server.address).open(server.descriptor)
+        local = bytearray(machine.pattern(nbytes, 4))
+        op = here.write(here.register(local), remote, timeout=60)
+        assert eventually(lambda: op.bytes_done > 0)
+        with stopped(server.process.pid):
+            op.wait()
+        assert op.bytes_done == nbytes
+        assert server.holds(nbytes, 4)
+
+
 def test_thirty_two_engines_in_one_process_write_to_one() -> None:
     count = 32
     with engine(1, name="target") as target:

@@ -1,16 +1,16 @@
-"""Real verbs below everything above the transport: the "mooncake" backend, and the pool over two "hosts"."""
+"""Real verbs below all that stands on the transport: pool, weights, KV sessions, the backend, on two "hosts"."""
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import PoolEnv, free_port, running
+import torch_ranks
+from processes import PoolEnv, eventually, free_port, running
 
 from torch_mooncake import node
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.rdma
 
 VALUE_NBYTES = 4 << 18
 TOKEN = "0123456789abcdef"
+DONE = [f"done: {step}" for step in ("pool", "weights", "kv", "collectives")]
 
 
 def start(env: PoolEnv, rank: int, ports: tuple[int, int]) -> tuple[list[str], dict[str, Any]]:
@@ -29,12 +30,26 @@ def start(env: PoolEnv, rank: int, ports: tuple[int, int]) -> tuple[list[str], d
     return command, {"env": {**os.environ, "TM_TOKEN": TOKEN}, "stdout": subprocess.PIPE, "text": True}
 
 
+def wait(pid: int, timeout: float) -> int | None:
+    """The exit status of a child of ours; None: it is still there."""
+    done: list[int] = []
+
+    def ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        done.extend([os.waitstatus_to_exitcode(status)] if found else [])
+        return bool(done)
+
+    return done[0] if eventually(ended, timeout) else None
+
+
 def payload_on_the_rails() -> int:
     return sum(int(path.read_text()) for path in Path("/sys/class/net").glob("[ab][01]/statistics/tx_bytes"))
 
 
 @pytest.mark.timeout(240)
-def test_broadcast_all_reduce_and_pool_over_rdma(pool_env: PoolEnv, tmp_path: Path) -> None:
+def test_pool_weights_kv_session_and_collectives_over_rdma(
+    pool_env: PoolEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ports = (free_port(), free_port())
     (first, options), (second, _) = (start(pool_env, rank, ports) for rank in (0, 1))
     ready = ["--ready-fd", "1"]
@@ -42,14 +57,22 @@ def test_broadcast_all_reduce_and_pool_over_rdma(pool_env: PoolEnv, tmp_path: Pa
         assert leader.stdout.readline().startswith("ready")
         with running(second + ready, **options) as member:
             assert member.stdout.readline().startswith("ready")
-            program = [sys.executable, str(Path(__file__).parent / "torch_ranks.py"), str(tmp_path), pool_env.pool]
-            env = {**os.environ, "TM_TOKEN": TOKEN, "TM_TRANSPORTS": "local,shm,rdma"}
+            monkeypatch.setenv("TM_TOKEN", TOKEN)
+            monkeypatch.setenv("TM_TRANSPORTS", "local,shm,rdma")
             before = payload_on_the_rails()
-            done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=220)
-            assert done.returncode == 0, done.stdout + done.stderr
-            assert len([json.loads(line) for line in done.stdout.splitlines()]) == 4
-            # A broadcast, and both ranks' value that the other has got; nothing else could carry them.
-            assert payload_on_the_rails() - before >= 3 * VALUE_NBYTES
+            ranks = [torch_ranks.start(rank, tmp_path, pool_env.pool) for rank in range(torch_ranks.WORLD)]
+            statuses = []
+            for pid in ranks:
+                statuses.append(wait(pid, timeout=100))
+                if statuses[-1] is None:
+                    os.kill(pid, signal.SIGABRT)  # it writes where it is into its log
+                    wait(pid, timeout=10)
+            said = [(tmp_path / f"{rank}.log").read_text() for rank in range(torch_ranks.WORLD)]
+            assert statuses == [0, 0], "\n".join(said)
+            for log in said:
+                assert [line for line in log.splitlines() if line.startswith("done: ")] == DONE
+            # Both ranks' value that the other has got, the weights, the broadcast: nothing else could carry them.
+            assert payload_on_the_rails() - before >= 5 * VALUE_NBYTES
             for process in (member, leader):
                 process.terminate()
                 assert process.wait(30) == 0

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from processes import running
+from verbs import VERBS, nics
 
 import torch_mooncake as tm
 
@@ -28,6 +29,9 @@ PATHS = {
     "private": (("shm", "tcp"), "private", {"process_vm", "unix"}),
     "stream": (("tcp",), "private", {"tcp", "unix"}),
 }
+if VERBS:
+    PATHS = {"rdma": (("rdma",), "private", {"rdma"})}
+IN_THIS_PROCESS = ("local", "rdma")
 
 
 def memory(kind: str, nbytes: int) -> torch.Tensor:
@@ -40,19 +44,19 @@ class Two:
 
     def __init__(self, path: str, child: Any) -> None:
         transports, self.kind, self.expected = PATHS[path]
-        self.engine = tm.Engine(transports=transports, token="t")
+        self.engine = tm.Engine(transports=transports, token="t", nics=nics(0))
         self.local = memory(self.kind, 1 << 20)
         self.region = self.engine.register(self.local)
-        self.other = None if path == "local" else child()
+        self.other = None if path in IN_THIS_PROCESS else child()
         code = (
             "import numpy as np, torch_mooncake as tm; from torch_mooncake._core import SharedBuffer\n"
-            "engine = tm.Engine(transports=transports, token='t', name='other')\n"
+            "engine = tm.Engine(transports=transports, token='t', name='other', nics=nics)\n"
             "there = np.frombuffer(SharedBuffer(1 << 20) if kind == 'shared' else bytearray(1 << 20), np.uint8)\n"
             "there[:] = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)\n"
             "region = engine.register(there)\n"
             "result = [engine.addresses[0], region.descriptor().hex(), there.tobytes().hex()]"
         )
-        names = {"transports": list(transports), "kind": self.kind}
+        names = {"transports": list(transports), "kind": self.kind, "nics": nics(1)}
         self.names: dict[str, Any] = dict(names)
         if self.other is None:
             exec(code, self.names)
@@ -94,7 +98,7 @@ def two(request: pytest.FixtureRequest, child: Any) -> Iterator[Two]:
 def test_what_carries_the_bytes_is_visible(two: Two) -> None:
     assert two.remote.transport in two.expected
     assert two.engine.transport_for(two.remote) == two.remote.transport
-    assert two.engine.transport_for(two.peer) in {"local", "process_vm", "unix", "tcp"}
+    assert two.engine.transport_for(two.peer) in {"local", "process_vm", "unix", "tcp", "rdma"}
     op = two.engine.read(two.region, two.remote)
     op.wait()
     assert op.transport in two.expected

@@ -83,6 +83,38 @@ inline sockaddr_un address_of(uint32_t device) {
   return out;
 }
 
+// Where a thread waits for as long as a test says: a kernel that takes its time.
+class Gate {
+ public:
+  void close() {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  void open() {
+    {
+      std::lock_guard lock(mutex_);
+      closed_ = false;
+    }
+    changed_.notify_all();
+  }
+  void pass() {
+    std::unique_lock lock(mutex_);
+    ++waiting_;
+    changed_.wait(lock, [&] { return !closed_; });
+    --waiting_;
+  }
+  int waiting() const {
+    std::lock_guard lock(mutex_);
+    return waiting_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool closed_ = false;
+  int waiting_ = 0;
+};
+
 class FakeDevice;
 
 class FakeRegistration final : public Registration {
@@ -195,6 +227,18 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     gids_lost_ = lost;
   }
   void set_max_pairs(int n) { max_pairs_ = n; }
+  Gate connecting, failing, destroying, posting, registering, creating;
+  void fail_connects(int n) { fail_connects_ = n; }  // the next so many
+  // Taken away: it cannot be armed, and its descriptors say for ever that there is something.
+  void take_away() {
+    die();
+    taken_away_ = true;
+    uint64_t one = 1;
+    (void)!write(ready_fd_.get(), &one, sizeof one);
+  }
+  int armings() const { return armings_; }
+  void set_numa_node(int node) { numa_node_ = node; }
+  uint64_t immediates() const { return immediates_; }             // that it was given to send
   static inline std::function<bool(const void* data)> on_device;  // no memory of this host
   static inline bool peer_memory = false;                         // it is registered by address all the same
   static inline std::function<bool(void* to, const void* from, size_t n)> takes_write;  // a device's memory
@@ -212,7 +256,8 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
             .max_work_requests = 256,
             .max_inline_nbytes = 64,
             .mtu = 4096,
-            .speed_mbps = 100'000};
+            .speed_mbps = 100'000,
+            .numa_node = numa_node_};
   }
   std::vector<Gid> gids() const override {
     std::lock_guard lock(mutex_);
@@ -223,6 +268,8 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     return add_key(reinterpret_cast<uint64_t>(data), nbytes, writable);
   }
   Result<std::unique_ptr<Registration>> add_key(uint64_t address, uint64_t nbytes, bool writable) {
+    registering.pass();
+    if (gone()) return Status(Code::io, "ibv_reg_mr: Input/output error");
     if (nbytes > max_mr_nbytes_) return Status(Code::io, "ibv_reg_mr: larger than max_mr_size");
     uint32_t index = ++Fabric::instance().keys_used;
     if (index >= Fabric::kKeys) return Status(Code::io, "ibv_reg_mr: Cannot allocate memory");
@@ -242,6 +289,7 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     return add_key(address, nbytes, writable);
   }
   Result<std::unique_ptr<QueuePair>> make_queue_pair(uint32_t work_requests, uint32_t) override {
+    creating.pass();
     uint32_t index = ++Fabric::instance().pairs_used;
     if (index >= Fabric::kQueuePairs) return Status(Code::io, "ibv_create_qp: Cannot allocate memory");
     auto& pair = Fabric::instance().pairs[index];
@@ -268,13 +316,21 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     return n;
   }
   Status arm() override {
+    ++armings_;
+    if (taken_away_) return {Code::io, "ibv_req_notify_cq: Input/output error"};
     std::lock_guard lock(mutex_);
     armed_ = true;
     return {};
   }
   int completion_fd() const override { return completion_fd_.get(); }
-  void clear_completion_fd() override { drain(ready_fd_.get()); }
+  void clear_completion_fd() override {
+    if (!taken_away_) drain(ready_fd_.get());
+  }
   int event_fd() const override { return event_fd_.get(); }
+  bool gone() const override {
+    std::lock_guard lock(mutex_);
+    return dead();
+  }
   std::optional<Event> next_event() override {
     std::lock_guard lock(mutex_);
     if (events_.empty()) {
@@ -377,10 +433,13 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
     auto& remote = Fabric::instance().pairs[pair.mine().peer];
     remote.users++;
     Outcome outcome = Outcome::retries_exceeded;
+    // An immediate comes with the last byte, or not at all. Which of them, a sender that hears of a failure cannot
+    // know.
+    const bool immediate = request.opcode == Opcode::write_with_immediate;
+    const bool whole = planned == Outcome::done || (immediate && ++unknown_fates_ % 2 == 0);
     if (remote.ready == 1 && remote.peer == pair.number_ && !pair.lost_)
-      outcome = move_between(remote, queued, planned == Outcome::done ? request.nbytes : request.nbytes / 2);
-    if (outcome == Outcome::done && request.opcode == Opcode::write_with_immediate)  // also one whose fate is unknown
-      outcome = deliver(remote, pair.mine().peer, request.immediate);
+      outcome = move_between(remote, queued, whole ? request.nbytes : request.nbytes / 2);
+    if (outcome == Outcome::done && immediate && whole) outcome = deliver(remote, pair.mine().peer, request.immediate);
     remote.users--;
     return outcome == Outcome::done ? planned : outcome;
   }
@@ -440,7 +499,10 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
   UniqueFd completion_fd_, ready_fd_, event_fd_, socket_;
   std::atomic<int> delay_us_{0};
   std::atomic<uint64_t> moved_{0}, requests_{0};
-  std::atomic<int> pairs_alive_{0}, max_pairs_{1 << 20};
+  std::atomic<int> pairs_alive_{0}, max_pairs_{1 << 20}, fail_connects_{0}, armings_{0}, numa_node_{-1};
+  std::atomic<uint64_t> immediates_{0};
+  std::atomic<bool> taken_away_{false};
+  unsigned unknown_fates_ = 0;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -458,6 +520,7 @@ class FakeDevice final : public Device, public std::enable_shared_from_this<Fake
 };
 
 inline FakePair::~FakePair() {
+  device_->destroying.pass();
   {
     std::unique_lock lock(device_->mutex_);
     queue_.clear();
@@ -470,6 +533,8 @@ inline FakePair::~FakePair() {
 }
 
 inline Status FakePair::connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid&) {
+  device_->connecting.pass();
+  if (device_->fail_connects_ > 0 && device_->fail_connects_-- > 0) return {Code::io, "ibv_modify_qp: no route"};
   mine().peer = remote.number;
   std::lock_guard lock(device_->mutex_);
   for (size_t i = 0; i < device_->gids_lost_; ++i) lost_ = lost_ || our_gid.raw == device_->gids_[i].raw;
@@ -479,6 +544,7 @@ inline Status FakePair::connect(const QueuePairAddress& remote, const Gid& our_g
 }
 
 inline void FakePair::fail() {
+  device_->failing.pass();
   {
     std::lock_guard lock(device_->mutex_);
     failed_ = true;
@@ -488,8 +554,10 @@ inline void FakePair::fail() {
 }
 
 inline Status FakePair::post(std::span<const WorkRequest> requests) {
+  device_->posting.pass();
   {
     std::lock_guard lock(device_->mutex_);
+    for (auto& request : requests) device_->immediates_ += request.opcode == Opcode::write_with_immediate;
     if (queue_.size() + requests.size() > depth_) return {Code::io, "ibv_post_send: Cannot allocate memory"};
     for (auto& request : requests) {
       auto* local = reinterpret_cast<const void*>(request.local);  // what is inlined the CPU copies
@@ -518,6 +586,9 @@ class FakeDriver final : public Driver {
     if (devices_.empty()) return Status(Code::unsupported, "no RDMA device with an active port");
     return std::vector<std::shared_ptr<Device>>(devices_.begin(), devices_.end());
   }
+  int numa_nodes() const override { return node_of ? 2 : 1; }
+  int numa_node_of(const void* data, uint64_t) const override { return node_of ? node_of(data) : -1; }
+  std::function<int(const void*)> node_of;  // set before the engine is made
   FakeDevice& device(size_t i) { return *devices_.at(i); }
   size_t count() const { return devices_.size(); }
 

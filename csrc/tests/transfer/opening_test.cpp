@@ -73,7 +73,7 @@ TEST_CASE("a region deregistered while a peer maps it: the open fails, and the o
 }
 
 TEST_CASE("a region deregistered while a peer opens it, with nothing mapped: the owner waits for nobody, no op works") {
-  for (Way way : {Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma}) {
+  for (Way way : ways({Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma})) {
     CAPTURE(name_of(way));
     TwoProcesses two(way);
     HeldOpen open(two);

@@ -204,6 +204,7 @@ TEST_CASE("a record of an rdma region that makes no sense is an error, never a g
   auto record = [](uint64_t chunk, std::vector<uint32_t> keys) {
     ByteWriter out;
     out.put(uint64_t{4096}).put(chunk).put(uint64_t{64}).put(uint8_t{0}).put(uint32_t{1}).put(std::string_view("nic"));
+    out.put(uint8_t{3});
     out.put(uint32_t{7});
     out.put(static_cast<uint32_t>(keys.size()));
     for (uint32_t key : keys) out.put(key);

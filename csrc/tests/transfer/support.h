@@ -38,9 +38,10 @@ enum class Way {
 // In the virtual machine of tests/rdma/vm: libibverbs and four devices of Soft-RoCE, two rails, instead of the fake.
 inline bool real_verbs() { return getenv("TM_TEST_VERBS") != nullptr; }
 
-// Each test of what all ways promise runs once for each; in that machine for RDMA alone.
+// Each test of what all ways promise runs once for each; for RDMA alone in that machine, and if TM_TEST_RDMA asks for
+// it.
 inline std::vector<Way> ways(std::initializer_list<Way> all) {
-  return real_verbs() ? std::vector<Way>{Way::rdma} : std::vector<Way>(all);
+  return real_verbs() || getenv("TM_TEST_RDMA") ? std::vector<Way>{Way::rdma} : std::vector<Way>(all);
 }
 inline const std::vector<Way> kWays =
     ways({Way::local, Way::segment, Way::process_vm, Way::unix_socket, Way::tcp, Way::rdma, Way::file, Way::cuda});
@@ -98,7 +99,7 @@ inline EngineOptions options_for(Way way, const std::string& name) {
     case Way::rdma:  // two devices, so that every op has two rails
       o.transports = {"rdma"};
       if (real_verbs())
-        o.nics = {name == "a" || name == "parent" ? "rxe_?0" : "rxe_?1"};
+        o.nics = {name == "a" || name == "parent" || name == "owner" ? "rxe_?0" : "rxe_?1"};
       else
         o.rdma_driver = std::make_shared<fake_verbs::FakeDriver>(2);
       break;
@@ -199,21 +200,24 @@ struct Memory {
   }
 };
 
+// ThreadSanitizer says nothing about payload (thread_sanitizer.supp), and would take most of a test's time for it.
+#define TM_PAYLOAD __attribute__((no_sanitize("thread")))
+
 // Byte i of pattern `seed`. Not periodic within any size used here.
-inline uint8_t pattern(uint64_t seed, uint64_t i) {
+TM_PAYLOAD inline uint8_t pattern(uint64_t seed, uint64_t i) {
   uint64_t x = (i + 1) * 0x9e3779b97f4a7c15 ^ seed * 0xbf58476d1ce4e5b9;
   return static_cast<uint8_t>((x >> 29) ^ (x >> 47));
 }
-inline void fill(std::byte* data, size_t n, uint64_t seed) {
+TM_PAYLOAD inline void fill(std::byte* data, size_t n, uint64_t seed) {
   for (size_t i = 0; i < n; ++i) data[i] = static_cast<std::byte>(pattern(seed, i));
 }
 // The first byte that differs, or n.
-inline size_t mismatch(const std::byte* data, size_t n, uint64_t seed, uint64_t from = 0) {
+TM_PAYLOAD inline size_t mismatch(const std::byte* data, size_t n, uint64_t seed, uint64_t from = 0) {
   for (size_t i = 0; i < n; ++i)
     if (data[i] != static_cast<std::byte>(pattern(seed, from + i))) return i;
   return n;
 }
-inline bool all_zero(const std::byte* data, size_t n) {
+TM_PAYLOAD inline bool all_zero(const std::byte* data, size_t n) {
   for (size_t i = 0; i < n; ++i)
     if (data[i] != std::byte{0}) return false;
   return true;

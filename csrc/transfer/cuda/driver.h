@@ -70,6 +70,7 @@ class TM_API CudaDriver {
   // flush_nic_writes() of that time, which blocks for microseconds.
   virtual bool orders_nic_writes(int device) = 0;
   virtual Status flush_nic_writes(int device) = 0;
+  virtual std::string bus_id(int) { return ""; }  // "0000:1a:00.0"; empty: unknown
 
   // --- Between processes of one host.
   virtual int devices() const = 0;

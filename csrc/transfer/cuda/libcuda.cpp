@@ -61,6 +61,7 @@ class LibCuda final : public CudaDriver {
     load(cuMemGetHandleForAddressRange, "cuMemGetHandleForAddressRange");
     load(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     load(cuDeviceGetAttribute, "cuDeviceGetAttribute");
+    load(cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId");
     load(cuFlushGPUDirectRDMAWrites, "cuFlushGPUDirectRDMAWrites");
     can_map_ = load(cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle") &&
                load(cuMemExportToShareableHandle, "cuMemExportToShareableHandle") &&
@@ -172,6 +173,14 @@ class LibCuda final : public CudaDriver {
     int fd = -1;
     TM_TRY(check(cuMemGetHandleForAddressRange(&fd, address, nbytes, kDmaBuf, 0), "cuMemGetHandleForAddressRange"));
     return UniqueFd(fd);
+  }
+
+  std::string bus_id(int device) override {
+    int handle = 0;
+    char id[32]{};
+    const bool told = cuDeviceGetPCIBusId && cuDeviceGet(&handle, device) == kSuccess &&
+                      cuDeviceGetPCIBusId(id, sizeof id, handle) == kSuccess;
+    return told ? id : "";
   }
 
   bool orders_nic_writes(int device) override {
@@ -373,6 +382,7 @@ class LibCuda final : public CudaDriver {
   int (*cuMemHostGetDevicePointer)(Ptr*, void*, unsigned) = nullptr;
   int (*cuMemGetHandleForAddressRange)(void*, Ptr, size_t, int, unsigned long long) = nullptr;
   int (*cuDeviceGetAttribute)(int*, int, int) = nullptr;
+  int (*cuDeviceGetPCIBusId)(char*, int, int) = nullptr;
   int (*cuFlushGPUDirectRDMAWrites)(int, int) = nullptr;
   int (*cuStreamWaitValue32)(void*, Ptr, uint32_t, unsigned) = nullptr;
   int (*cuGetErrorString)(int, const char**) = nullptr;

@@ -15,9 +15,11 @@
 #include <string>
 #include <vector>
 
+#include "common/api.h"
 #include "common/bytes.h"
 #include "common/status.h"
 #include "topology/filter.h"
+#include "topology/topology.h"
 #include "transfer/rdma/gid.h"
 #include "transfer/rdma/options.h"
 
@@ -34,6 +36,8 @@ struct DeviceInfo {
   uint64_t speed_mbps = 0;     // 0: unknown
   bool page_faults = false;    // it takes them (ODP), and was asked to
   bool relaxed_order = false;  // its writes into memory may pass each other
+  int numa_node = -1;          // -1: unknown
+  PciPath pci{};               // empty: not on PCIe
 };
 
 // Where a queue pair is reached, as the other side's NIC wants it.
@@ -114,15 +118,20 @@ class Device {
   virtual void clear_completion_fd() = 0;
   virtual int event_fd() const = 0;
   virtual std::optional<Event> next_event() = 0;
+  // It has died or was taken away, as far as can be told now: nothing of it works any more.
+  virtual bool gone() const { return false; }
 };
 
-class Driver {
+class TM_API Driver {
  public:
   virtual ~Driver() = default;
   // Those that the filter allows and that have a usable port, by name, opened. Unsupported, with the reason in words,
   // if there is none.
   virtual Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter& filter,
                                                                     const RdmaOptions& options) = 0;
+  // How many NUMA nodes the host has, and on which these bytes are; -1: on none yet, or it cannot be told.
+  virtual int numa_nodes() const;
+  virtual int numa_node_of(const void* data, uint64_t nbytes) const;
 };
 
 }  // namespace torch_mooncake::transfer::rdma

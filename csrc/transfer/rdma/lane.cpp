@@ -1,5 +1,7 @@
 #include "transfer/rdma/lane.h"
 
+#include <algorithm>
+
 #include "transfer/rdma/endpoint.h"
 
 namespace torch_mooncake::transfer::rdma {
@@ -15,6 +17,13 @@ uint32_t RdmaPart::take() {
   return kImmediate;
 }
 
+bool RdmaPart::rides_on(uint64_t connection) const {
+  if (notify_id_ == 0) return false;
+  if (immediate_on_ == connection) return true;
+  return counting_ && std::any_of(carriers_.begin(), carriers_.end(),
+                                  [&](auto& carrier) { return carrier.connection == connection; });
+}
+
 void RdmaPart::stop(const Status& why) { endpoint_.stop(shared_from_this(), why); }
 
 void RdmaLane::append(const RdmaPartPtr& part, uint32_t index) {
@@ -23,20 +32,19 @@ void RdmaLane::append(const RdmaPartPtr& part, uint32_t index) {
   request.id = next_id_++;
   if (index == RdmaPart::kImmediate) {
     request.opcode = Opcode::write_with_immediate;
-    request.immediate = part->notify_id_;
+    request.immediate = RdmaEndpoint::immediate_of(part->notify_id_, RdmaEndpoint::kLast);
     part->immediate_on_ = connection_;
   } else {
     auto& slice = part->slices_[index];
-    const bool write = part->op().direction() == Direction::write;
+    const bool write = part->is_write();
     request.opcode = write ? Opcode::write : Opcode::read;
     request.nbytes = slice.nbytes;
     request.local = slice.local;
     request.remote = slice.remote;
     if (slice.check) {
-      auto& [memory, slot] = part->checks_[slice.regions];
-      request.inlined = false;
-      request.local_key = slot->local_key(nic_->index());
-      request.remote_key = memory->generation_keys[remote_nic_];
+      auto& check = part->checks_[slice.regions];
+      request.local_key = check.slot->local_key(nic_->index());
+      request.remote_key = check.remote->generation_keys[remote_nic_];
     } else {
       nbytes = slice.nbytes;
       auto& regions = part->regions_[slice.regions];
@@ -49,6 +57,21 @@ void RdmaLane::append(const RdmaPartPtr& part, uint32_t index) {
   batch_.push_back(request);
   posted_.push_back({part, index, nbytes});
   posted_nbytes_ += nbytes;
+}
+
+void RdmaLane::append_counted(const RdmaPartPtr& part) {
+  const uint32_t immediate = RdmaEndpoint::immediate_of(part->notify_id_, static_cast<uint32_t>(index_));
+  if (!batch_.empty() && posted_.back().part == part && batch_.back().opcode == Opcode::write) {
+    batch_.back().opcode = Opcode::write_with_immediate;
+    batch_.back().immediate = immediate;
+    return;
+  }
+  WorkRequest request{};
+  request.id = next_id_++;
+  request.opcode = Opcode::write_with_immediate;
+  request.immediate = immediate;
+  batch_.push_back(request);
+  posted_.push_back({part, RdmaPart::kCounted, 0});
 }
 
 // Reads the id of whoever is there.
@@ -81,14 +104,14 @@ RdmaLane::Posted RdmaLane::pop() {
   return out;
 }
 
-std::unique_ptr<QueuePair> RdmaLane::release_queue_pair() {
+HeldPairPtr RdmaLane::release_queue_pair() {
   if (queue_pair_) nic_->remove(queue_pair_->address().number);
   return std::move(queue_pair_);
 }
 
 // The endpoint lives as long as its peer does.
-void RdmaLane::completed(const Completion& completion) {
-  if (auto peer = peer_.lock()) endpoint_.completed(*this, completion);
+void RdmaLane::completed(std::span<const Completion> completions) {
+  if (auto peer = peer_.lock()) endpoint_.completed(*this, completions);
 }
 
 void RdmaLane::port_down() {

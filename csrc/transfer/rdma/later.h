@@ -1,32 +1,61 @@
-// What an endpoint has decided under its mutex and does without it: calls that may come back to it, or block.
+// What an endpoint has decided under its mutex and does without it, and the holding of that mutex.
 #pragma once
 
 #include <functional>
 #include <utility>
 #include <vector>
 
+#include "transfer/engine_impl.h"
 #include "transfer/rdma/endpoint.h"
 
 namespace torch_mooncake::transfer::rdma {
 
-// Runs what was added, in order, when it goes: declare it before the lock.
+// Calls that may come back to the endpoint, or block. Runs what was added, in order, when it goes.
 class RdmaEndpoint::Later {
  public:
-  Later() = default;
+  explicit Later(EngineImpl& engine) : engine_(engine) {}
   Later(const Later&) = delete;
   Later& operator=(const Later&) = delete;
   ~Later() {
     for (auto& action : actions_) action();
-    for (auto& [nic, pair] : pairs_) pair.reset();
   }
   void add(std::function<void()> action) { actions_.push_back(std::move(action)); }
-  void destroy(std::shared_ptr<Nic> nic, std::unique_ptr<QueuePair> pair) {
-    if (pair) pairs_.emplace_back(std::move(nic), std::move(pair));
+  // On the thread that also makes those of this NIC, before the next.
+  void destroy(HeldPairPtr pair) {
+    if (!pair) return;
+    add([&engine = engine_, pair = std::move(pair)] {
+      engine.repair(pair->nic()->index()).post([pair] { pair->destroy(); });
+    });
   }
 
  private:
+  EngineImpl& engine_;
   std::vector<std::function<void()>> actions_;
-  std::vector<std::pair<std::shared_ptr<Nic>, std::unique_ptr<QueuePair>>> pairs_;
+};
+
+// The mutex is this thread's until the scope ends. Submitting threads do not wait for it: what they have put into the
+// inbox meanwhile is taken up here. (One that finds the mutex taken has put its part in before; whoever holds it looks
+// after it has let go: one of the two sees the other.)
+class RdmaEndpoint::Turn {
+ public:
+  explicit Turn(const RdmaEndpoint& endpoint) : Turn(endpoint, std::defer_lock) { endpoint.mutex_.lock(); }
+  // Of a mutex that this thread has already.
+  Turn(const RdmaEndpoint& endpoint, std::adopt_lock_t) : Turn(endpoint, std::defer_lock) {}
+  ~Turn() {
+    do {
+      endpoint_.take_in(later_);
+      endpoint_.mutex_.unlock();
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+    } while (!endpoint_.inbox_.empty() && endpoint_.mutex_.try_lock());
+  }
+  Later& later() { return later_; }
+  operator Later&() { return later_; }
+
+ private:
+  Turn(const RdmaEndpoint& endpoint, std::defer_lock_t)
+      : endpoint_(const_cast<RdmaEndpoint&>(endpoint)), later_(endpoint.peer_.engine()) {}
+  RdmaEndpoint& endpoint_;
+  Later later_;  // goes after the body of the destructor
 };
 
 }  // namespace torch_mooncake::transfer::rdma

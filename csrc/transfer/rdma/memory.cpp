@@ -26,17 +26,19 @@ Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes, bo
 
 }  // namespace
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, WordTable& words, void* data, uint64_t nbytes,
-                                                     bool readable, bool writable) {
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(WordTable& words, const NicRanks& ranks, void* data,
+                                                     uint64_t nbytes, bool readable, bool writable) {
   auto* bytes = static_cast<std::byte*>(data);
-  return make(nics, words, reinterpret_cast<uint64_t>(data), nbytes, true,
-              [=](Device& device, uint64_t at, uint64_t n) {
-                return device.register_memory(bytes + at, n, readable, writable);
-              });
+  TM_ASSIGN(auto keys,
+            make(words, reinterpret_cast<uint64_t>(data), nbytes, true, [=](Device& device, uint64_t at, uint64_t n) {
+              return device.register_memory(bytes + at, n, readable, writable);
+            }));
+  keys->distances_ = ranks.of_host(data, nbytes);
+  return keys;
 }
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, WordTable& words, const CudaMemory& memory,
-                                                          bool readable, bool writable) {
+Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(WordTable& words, const NicRanks& ranks,
+                                                          const CudaMemory& memory, bool readable, bool writable) {
   const uint64_t base = memory.address(), page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const int device = memory.queue().device();
   const bool flush = !memory.driver().orders_nic_writes(device);
@@ -49,18 +51,20 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::of_device(const Nics& nics, Word
   auto by_address = [&](Device& device, uint64_t at, uint64_t n) {
     return device.register_memory(reinterpret_cast<void*>(base + at), n, readable, writable);
   };
-  auto keys = make(nics, words, base, memory.nbytes(), false, by_dmabuf);
+  auto keys = make(words, base, memory.nbytes(), false, by_dmabuf);
   if (!keys) {
-    auto second = make(nics, words, base, memory.nbytes(), false, by_address);
+    auto second = make(words, base, memory.nbytes(), false, by_address);
     if (!second) return keys.status().with("neither by dmabuf nor by address (" + second.status().message() + ")");
     keys = std::move(second);
   }
   (*keys)->flush_ = flush;
+  (*keys)->distances_ = ranks.of_gpu(memory.driver().bus_id(device));
   return keys;
 }
 
-Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, WordTable& words, uint64_t address,
-                                                     uint64_t nbytes, bool host, const RegisterChunk& fn) {
+Result<std::shared_ptr<RegionKeys>> RegionKeys::make(WordTable& words, uint64_t address, uint64_t nbytes, bool host,
+                                                     const RegisterChunk& fn) {
+  auto& nics = words.nics();
   auto keys = std::make_shared<RegionKeys>();
   keys->host_ = host;
   keys->address_ = address;
@@ -69,41 +73,61 @@ Result<std::shared_ptr<RegionKeys>> RegionKeys::make(const Nics& nics, WordTable
     uint64_t most = std::min(nic->info().max_mr_nbytes, nic->info().max_message_nbytes);
     keys->chunk_nbytes_ = std::max(kPage, std::min(keys->chunk_nbytes_, most / kPage * kPage));
   }
-  keys->nics_ = nics;
+  keys->chunks_ = (nbytes + keys->chunk_nbytes_ - 1) / keys->chunk_nbytes_;
+  keys->registrations_.resize(nics.size() * keys->chunks_);
   TM_ASSIGN(keys->generation_, words.take());
-  keys->by_nic_.resize(nics.size());
-  std::vector<Status> outcomes(nics.size());
-  auto with_nic = [&](size_t i) {
-    for (uint64_t at = 0; at < nbytes; at += keys->chunk_nbytes_) {
-      const uint64_t n = std::min(keys->chunk_nbytes_, nbytes - at);
-      auto made = fn(nics[i]->device(), at, n);
-      if (!made) {
-        outcomes[i] = explain_failure(made.status(), *nics[i], n, host);
-        return;
-      }
-      keys->by_nic_[i].push_back(std::move(*made));
-    }
-  };
   // Pinning is what takes the time, and each NIC's driver does it anew.
-  const size_t here = nbytes >= kParallelNbytes ? 1 : nics.size();
-  std::vector<std::thread> threads;
-  for (size_t i = here; i < nics.size(); ++i) threads.emplace_back(with_nic, i);
-  for (size_t i = 0; i < here; ++i) with_nic(i);
-  for (auto& thread : threads) thread.join();
-  for (auto& outcome : outcomes) TM_TRY(outcome);
-  return keys;
+  if (nbytes < kParallelNbytes || nics.size() == 1) {
+    for (auto& nic : nics) TM_TRY(keys->register_with(*nic, nbytes, fn));
+  } else {
+    std::vector<Status> outcomes(nics.size());
+    std::vector<std::thread> threads;
+    for (size_t i = 1; i < nics.size(); ++i)
+      threads.emplace_back([&, i] { outcomes[i] = keys->register_with(*nics[i], nbytes, fn); });
+    outcomes[0] = keys->register_with(*nics[0], nbytes, fn);
+    for (auto& thread : threads) thread.join();
+    for (auto& outcome : outcomes) TM_TRY(outcome);
+  }
+  for (uint32_t i = 0; i < nics.size(); ++i)
+    if (keys->has(i)) return keys;
+  return Status(Code::io, "registering " + std::to_string(nbytes) + " bytes: all RDMA devices are gone");
 }
 
-AccessRecord RegionKeys::record() const {
-  ByteWriter out;
-  out.put(address_).put(chunk_nbytes_).put(generation_->address()).put(static_cast<uint8_t>(flush_));
-  out.put(static_cast<uint32_t>(nics_.size()));
-  for (uint32_t i = 0; i < nics_.size(); ++i) {
-    out.put(std::string_view(nics_[i]->info().name)).put(generation_->remote_key(i));
-    out.put(static_cast<uint32_t>(by_nic_[i].size()));
-    for (auto& registration : by_nic_[i]) out.put(registration->remote_key());
+// One that is gone, or goes meanwhile, is left out.
+Status RegionKeys::register_with(const Nic& nic, uint64_t nbytes, const RegisterChunk& fn) {
+  if (!nic.up() && nic.gone()) return {};  // a device is not asked as long as all is well: that costs a system call
+  auto* mine = registrations_.data() + nic.index() * chunks_;
+  for (uint64_t at = 0; at < nbytes; at += chunk_nbytes_) {
+    const uint64_t n = std::min(chunk_nbytes_, nbytes - at);
+    auto made = fn(nic.device(), at, n);
+    if (!made && nic.gone()) {
+      for (size_t i = 0; i < chunks_; ++i) mine[i] = nullptr;
+      return {};
+    }
+    if (!made) return explain_failure(made.status(), nic, n, host_);
+    mine[at / chunk_nbytes_] = std::move(*made);
   }
-  return {AccessKind::rdma, out.take()};
+  return {};
+}
+
+// In one allocation: regions are many.
+AccessRecord RegionKeys::record() const {
+  std::string out;
+  auto put = [&](auto value) { out.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  auto& nics = generation_->nics();
+  constexpr size_t kFixed = 29, kNic = 13;
+  size_t length = kFixed + sizeof(uint32_t) * registrations_.size();
+  for (auto& nic : nics) length += kNic + nic->info().name.size();
+  out.reserve(length);
+  put(address_), put(chunk_nbytes_), put(generation_->address()), put(static_cast<uint8_t>(flush_));
+  put(static_cast<uint32_t>(nics.size()));
+  for (uint32_t i = 0; i < nics.size(); ++i) {
+    auto& name = nics[i]->info().name;
+    put(static_cast<uint32_t>(name.size())), out.append(name), put(static_cast<uint8_t>(distances_[i]));
+    put(generation_->remote_key(i)), put(static_cast<uint32_t>(has(i) ? chunks_ : 0));
+    for (size_t chunk = 0; has(i) && chunk < chunks_; ++chunk) put(registrations_[i * chunks_ + chunk]->remote_key());
+  }
+  return {AccessKind::rdma, std::move(out)};
 }
 
 Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, uint64_t nbytes) {
@@ -113,16 +137,22 @@ Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, u
   memory->chunk_nbytes = in.get<uint64_t>();
   memory->generation_address = in.get<uint64_t>();
   memory->flush = in.get<uint8_t>() != 0;
-  auto nics = in.get_count(12);
+  auto nics = in.get_count(13);
   bool plausible = memory->chunk_nbytes > 0 && memory->chunk_nbytes <= UINT32_MAX && nics > 0;
+  bool any = false;
+  const uint64_t chunks = plausible ? nbytes / memory->chunk_nbytes + (nbytes % memory->chunk_nbytes != 0) : 0;
   for (uint32_t i = 0; i < nics && in.ok(); ++i) {
     memory->nics.push_back(in.get_string());
+    memory->distances.push_back(
+        static_cast<Distance>(std::min(in.get<uint8_t>(), static_cast<uint8_t>(Distance::sys))));
     memory->generation_keys.push_back(in.get<uint32_t>());
     auto& keys = memory->keys.emplace_back(in.get_count(4));
     for (auto& key : keys) key = in.get<uint32_t>();
-    plausible = plausible && keys.size() == (nbytes + memory->chunk_nbytes - 1) / memory->chunk_nbytes;
+    plausible = plausible && (keys.empty() || keys.size() == chunks);
+    any = any || keys.size() == chunks;
   }
-  if (!plausible || !in.done()) return Status(Code::invalid_argument, "malformed rdma record in a descriptor");
+  memory->chunks = static_cast<uint32_t>(chunks);
+  if (!plausible || !any || !in.done()) return Status(Code::invalid_argument, "malformed rdma record in a descriptor");
   return memory;
 }
 

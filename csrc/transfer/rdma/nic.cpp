@@ -67,7 +67,6 @@ std::vector<std::shared_ptr<Nic::Client>> Nic::clients() const {
 
 void Nic::run() {
   pthread_setname_np(pthread_self(), "tm-rdma");
-  std::array<Completion, 64> batch;
   int64_t spin_until = 0, next_tick = 0;
   while (!stopping_) {
     int64_t now = steady_ns();
@@ -77,47 +76,73 @@ void Nic::run() {
         if (client->tick(now)) watching_ = true;
       next_tick = now + kTickMs * 1'000'000;
     }
-    if (size_t n = device_->poll(batch)) {
-      for (size_t i = 0; i < n; ++i) dispatch(batch[i]);
+    if (poll() > 0) {
       spin_until = steady_ns() + kSpinNs;
       continue;
     }
     if (now < spin_until) continue;
-    if (Status armed = device_->arm(); !armed) log::error("transfer", info_.name + ": " + armed.to_string());
-    if (size_t n = device_->poll(batch)) {  // what came before it was armed
-      for (size_t i = 0; i < n; ++i) dispatch(batch[i]);
-      continue;
+    if (!gone_) {
+      arm();
+      if (poll() > 0) continue;  // what came before it was armed
     }
     sleep();
   }
 }
 
-void Nic::sleep() {
-  pollfd fds[] = {{device_->completion_fd(), POLLIN, 0}, {device_->event_fd(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
-  if (poll(fds, 3, watching_ ? kTickMs : -1) <= 0) return;
-  if (fds[0].revents) device_->clear_completion_fd();
-  if (fds[1].revents) take_events();
-  uint64_t n;
-  if (fds[2].revents) (void)!read(wake_.get(), &n, sizeof n);
+// Completions of one queue pair are handed over together.
+size_t Nic::poll() {
+  std::array<Completion, 64> batch;
+  const size_t n = device_->poll(batch);
+  for (size_t begin = 0, end = 0; begin < n; begin = end) {
+    while (end < n && batch[end].queue_pair == batch[begin].queue_pair) ++end;
+    std::shared_ptr<Client> client;
+    {
+      std::lock_guard lock(mutex_);
+      auto it = clients_.find(batch[begin].queue_pair);
+      if (it != clients_.end()) client = it->second.lock();
+    }
+    if (client) client->completed(std::span(batch).subspan(begin, end - begin));
+  }
+  return n;
 }
 
-void Nic::dispatch(const Completion& completion) {
-  std::shared_ptr<Client> client;
-  {
-    std::lock_guard lock(mutex_);
-    auto it = clients_.find(completion.queue_pair);
-    if (it != clients_.end()) client = it->second.lock();
-  }
-  if (client) client->completed(completion);
+void Nic::arm() {
+  const Status armed = device_->arm();
+  deaf_ = !armed;
+  if (armed) return;
+  if (device_->gone()) return lost(armed.to_string());
+  if (deafness_.pass()) log::error("transfer", info_.name + ": " + armed.to_string());
+}
+
+// A device that is gone may leave its descriptors readable, or broken, for ever: they are not looked at any more.
+void Nic::sleep() {
+  constexpr short kBroken = POLLERR | POLLHUP | POLLNVAL;
+  pollfd fds[] = {{wake_.get(), POLLIN, 0}, {device_->completion_fd(), POLLIN, 0}, {device_->event_fd(), POLLIN, 0}};
+  if (::poll(fds, gone_ ? 1 : 3, watching_ || (deaf_ && !gone_) ? kTickMs : -1) <= 0) return;
+  uint64_t n;
+  if (fds[0].revents) (void)!read(wake_.get(), &n, sizeof n);
+  if (fds[1].revents) device_->clear_completion_fd();
+  if (fds[2].revents) take_events();
+  if ((fds[1].revents | fds[2].revents) & kBroken) lost("its descriptors are closed");
+}
+
+void Nic::lost(const std::string& why) {
+  up_ = false;
+  if (gone_.exchange(true)) return;
+  log::warning("transfer", info_.name + " has died, or was taken away: " + why);
+  for (auto& client : clients()) client->port_down();
 }
 
 void Nic::take_events() {
   while (auto event = device_->next_event()) {
-    bool up = *event == Device::Event::port_up;
-    up_ = up;
-    if (up) continue;
-    log::warning("transfer", info_.name + (*event == Device::Event::fatal ? " has died" : ": port down"));
-    for (auto& client : clients()) client->port_down();
+    if (*event == Device::Event::fatal) {
+      lost("so its driver says");
+    } else if (!gone_) {
+      up_ = *event == Device::Event::port_up;
+      if (up_) continue;
+      log::warning("transfer", info_.name + ": port down");
+      for (auto& client : clients()) client->port_down();
+    }
   }
 }
 

@@ -8,11 +8,14 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "common/fd.h"
+#include "common/log.h"
 #include "transfer/rdma/driver.h"
 
 namespace torch_mooncake::transfer::rdma {
@@ -23,8 +26,8 @@ class Nic {
   class Client {
    public:
     virtual ~Client() = default;
-    virtual void completed(const Completion& completion) = 0;
-    virtual void port_down() = 0;  // or the device has died
+    virtual void completed(std::span<const Completion> completions) = 0;  // of its queue pair, in order
+    virtual void port_down() = 0;                                         // or the device is gone
     // Called each 10 ms after watch(), for as long as some client says true.
     virtual bool tick(int64_t now_ns) = 0;
   };
@@ -38,6 +41,8 @@ class Nic {
   uint32_t index() const { return index_; }
   const DeviceInfo& info() const { return info_; }  // as it was when the engine was made
   bool up() const { return up_; }
+  // It has died or was taken away, for good: as it was told, or as the device says now.
+  bool gone() const { return gone_ || device_->gone(); }
   void add(uint32_t queue_pair, std::weak_ptr<Client> client);
   void remove(uint32_t queue_pair);
   void watch();
@@ -45,16 +50,20 @@ class Nic {
 
  private:
   void run();
-  void dispatch(const Completion& completion);
+  size_t poll();
+  void arm();
   void sleep();
   void take_events();
+  void lost(const std::string& why);
   std::vector<std::shared_ptr<Client>> clients() const;
 
   const std::shared_ptr<Device> device_;
   const uint32_t index_;
   const DeviceInfo info_;
   const UniqueFd wake_;
-  std::atomic<bool> up_, stopping_{false}, watching_{false};
+  std::atomic<bool> up_, stopping_{false}, watching_{false}, gone_{false};
+  bool deaf_ = false;  // it could not be armed: it is looked at each tick
+  log::Once deafness_{60'000};
   mutable std::mutex mutex_;
   std::unordered_map<uint32_t, std::weak_ptr<Client>> clients_;
   std::thread thread_;

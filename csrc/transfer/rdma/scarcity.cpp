@@ -12,7 +12,6 @@
 namespace torch_mooncake::transfer::rdma {
 namespace {
 
-constexpr int64_t kHopeNs = 3'000'000'000;  // without any rail: so long ops wait for one
 constexpr int64_t kOtherWayMs = 5000;
 
 }  // namespace
@@ -38,7 +37,7 @@ Result<std::unique_ptr<QueuePair>> RdmaEndpoint::queue_pair_on(const std::shared
 }
 
 int64_t RdmaEndpoint::idle_since(const Nic& nic) const {
-  std::lock_guard lock(mutex_);
+  Turn turn(*this);
   auto* lane = idle_lane(nic);
   return lane ? lane->used_ns_ : INT64_MAX;
 }
@@ -50,7 +49,7 @@ RdmaLane* RdmaEndpoint::idle_lane(const Nic& nic) const {
     if (idlest && idlest->used_ns_ <= lane->used_ns_) continue;
     // The peer may not have heard of an immediate that is done: its end stays until it has.
     if (std::any_of(notifying_.begin(), notifying_.end(),
-                    [&](auto& part) { return part->immediate_on_ == lane->connection_; }))
+                    [&](auto& one) { return one.second->rides_on(lane->connection_); }))
       continue;
     idlest = lane.get();
   }
@@ -58,54 +57,88 @@ RdmaLane* RdmaEndpoint::idle_lane(const Nic& nic) const {
 }
 
 bool RdmaEndpoint::evict(const Nic& nic) {
-  Later later;
-  std::lock_guard lock(mutex_);
-  auto* lane = idle_lane(nic);
-  if (!lane || over_) return false;
-  lane->state_ = RdmaLane::State::evicted;
-  lane->release_queue_pair().reset();  // here: the caller wants its room
-  disconnect(*lane, later);
+  HeldPairPtr pair;
+  {
+    Turn turn(*this);
+    auto* lane = idle_lane(nic);
+    if (!lane || over_) return false;
+    pair = lane->release_queue_pair();
+    set_evicted(*lane);
+    disconnect(*lane, turn);
+  }
+  pair->destroy();  // here: the caller wants its room
   return true;
 }
 
+// It is as good as up: what comes asks for it.
+void RdmaEndpoint::set_evicted(RdmaLane& lane) {
+  lane.state_ = RdmaLane::State::evicted;
+  lane.asked_ = lane.waits_for_room_ = false;
+  lane.failures_ = 0;
+  hopeless_ = {};
+}
+
+// There is something to carry.
 void RdmaEndpoint::recall_evicted(Later& later) {
-  for (auto& lane : lanes_)
-    if (lane->state_ == RdmaLane::State::evicted) connect(lane, later);
+  for (auto& lane : lanes_) {
+    if (lane->state_ != RdmaLane::State::evicted) continue;
+    lane->away_ns_ = steady_ns();
+    connect(lane, later);
+    look_for_hope(later);
+  }
 }
 
 // ---- No rail
 
-// None for a while, and none comes up: what waits for one goes over TCP, if that is allowed, or fails.
-void RdmaEndpoint::lose_hope(const Status& why, Later& later) {
-  using State = RdmaLane::State;
-  if (over_ || steady_ns() - up_ns_ < kHopeNs) return;
+void RdmaEndpoint::look_for_hope(Later& later) {
+  std::weak_ptr<PeerImpl> weak = peer_.weak_from_this();
+  later.add([this, weak, &rpc = peer_.engine().rpc()] {
+    rpc.add_timer(Deadline::after_ms(RdmaLane::kHopeNs / 1'000'000 + 1), [this, weak] {
+      auto peer = weak.lock();
+      if (!peer) return;
+      Turn turn(*this);
+      lose_hope(turn);
+    });
+  });
+}
+
+// What waits for lanes that have all been away for a while goes over TCP, if that is allowed, or fails.
+void RdmaEndpoint::lose_hope(Later& later) {
+  if (over_ || lanes_.empty()) return;
+  const int64_t now = steady_ns();
+  auto given_up = [&](auto& lane) { return lane->given_up(now); };
+  const bool all = std::all_of(lanes_.begin(), lanes_.end(), given_up);
+  Status why;
   for (auto& lane : lanes_)
-    if (lane->failures_ == 0 || lane->state_ == State::up || lane->state_ == State::failing ||
-        lane->state_ == State::fencing)
-      return;
-  hopeless_ = {Code::peer_lost, "no RDMA rail to " + peer_.name() + ": " + why.to_string()};
-  for (auto part : std::deque(ready_)) without_rails(part, later);
-  for (auto& part : notifying_) {  // its data is there: only the immediate cannot be carried
+    if (given_up(lane) && !lane->last_error_) why = lane->last_error_;
+  why = {Code::peer_lost, "no RDMA rail to " + peer_.name() + ": " + (why ? "none is up" : why.to_string())};
+  for (auto& part : std::deque(ready_)) {
+    auto* regions = regions_of_next(*part);
+    auto waits_for = [&](auto& lane) { return (!regions || lane->rank(*regions) >= 0) && !given_up(lane); };
+    if (all || std::none_of(lanes_.begin(), lanes_.end(), waits_for)) without_rails(part, why, later);
+  }
+  if (!all) return;
+  hopeless_ = why;
+  for (auto& [id, part] : notifying_) {  // its data is there: only the immediate cannot be carried
+    if (part->counting_) continue;
     part->immediate_due_ = false;
     if (std::exchange(part->ready_, false)) std::erase(ready_, part);
-    later.add([peer = peer_.shared_from_this(), id = part->notify_id_] {
-      (void)peer->session()->post(kRdmaImmediate, ByteWriter().put(id).take());
-    });
+    send_last_by_message(id, later);
   }
 }
 
 // Nothing of the part is posted, or unsettled.
-void RdmaEndpoint::without_rails(const RdmaPartPtr& part, Later& later) {
-  if (part->notifying_ || part->posted_ > 0 || part->unsettled_ > 0) return;
+void RdmaEndpoint::without_rails(const RdmaPartPtr& part, const Status& why, Later& later) {
+  if (part->notify_id_ != 0 || part->posted_ > 0 || part->unsettled_ > 0 || part->over_) return;
   const bool host = std::all_of(part->regions_.begin(), part->regions_.end(), [](auto& r) {
     return r.local->host() && static_cast<RemoteRegionImpl&>(*r.theirs).descriptor().kind == MemoryKind::host;
   });
   auto* stream = peer_.endpoint<StreamEndpoint>();
-  if (!host || !stream || !stream->available()) return stop(part, hopeless_, later);
+  if (!host || !stream || !stream->available()) return stop(part, why, later);
   part->ready_ = false;
   std::erase(ready_, part);
   part->leaving_ = true;
-  later.add([this, part, stream, lost = hopeless_, peer = peer_.shared_from_this()] {
+  later.add([this, part, stream, lost = why, peer = peer_.shared_from_this()] {
     // Not on a thread that dials: TCP's lanes are waited for.
     peer->engine().mover().post([this, part, stream, lost, peer] { go_by(*stream, part, lost); });
   });
@@ -113,7 +146,7 @@ void RdmaEndpoint::without_rails(const RdmaPartPtr& part, Later& later) {
 
 // The part's bytes over TCP: what is not done of a write; all of a read, as what is done has not been checked.
 void RdmaEndpoint::go_by(StreamEndpoint& stream, const RdmaPartPtr& part, const Status& lost) {
-  const bool write = part->op().direction() == Direction::write;
+  const bool write = part->is_write();
   std::vector<Batch> batches;
   for (auto& regions : part->regions_) batches.push_back({regions.ours, regions.theirs, {}});
   auto move = [&](const RdmaSlice& slice) {
@@ -122,9 +155,8 @@ void RdmaEndpoint::go_by(StreamEndpoint& stream, const RdmaPartPtr& part, const 
     batches[slice.regions].extents.push_back({slice.local - reinterpret_cast<uint64_t>(regions.ours->data()),
                                               slice.remote - regions.remote->address, slice.nbytes});
   };
-  Later later;
   {
-    std::lock_guard lock(mutex_);
+    Turn turn(*this);
     if (part->over_) return;
     if (write) {
       for (uint32_t slice : part->again_) move(part->slices_[slice]);
@@ -142,34 +174,31 @@ void RdmaEndpoint::go_by(StreamEndpoint& stream, const RdmaPartPtr& part, const 
                             Deadline::after_ms(kOtherWayMs));
   bool stopped;
   {
-    std::lock_guard lock(mutex_);
+    Turn turn(*this);
     if (part->over_) return;
     if (!opened || !*opened) {
       part->leaving_ = false;
-      return stop(part, lost, later);
+      return stop(part, lost, turn);
     }
     part->left_ = true;  // from here on this thread ends it
     stopped = part->stopped_;
-    if (!stopped) {
-      log::warning("transfer", lost.with("an op goes over TCP").to_string());
-      peer_.engine().metrics().failover();
-    }
   }
   if (!stopped) {
-    const uint64_t done = part->nbytes_ - left;
-    if (!write) part->op().add_bytes_done(uint64_t{0} - part->op().bytes_done());
+    static log::Once once(1000);
+    if (uint64_t n = once.pass())
+      log::warning("transfer",
+                   lost.with(n > 1 ? std::to_string(n) + " ops go over TCP" : "an op goes over TCP").to_string());
+    peer_.engine().metrics().failover();
+    const uint64_t done = write ? part->nbytes_ - left : 0;
+    // What RDMA has read is read again.
+    if (!write) part->op().add_bytes_done(uint64_t{0} - std::exchange(part->counted_nbytes_, 0));
     if (!part->notify_.empty()) part->op().give_back_notify(std::exchange(part->notify_, {}));
+    part->op().moves_to(name(), stream.name(), done == 0);
     stream.submit(part->op_ptr(), batches);
-    part->nbytes_ = write ? done : 0;
+    part->nbytes_ = done;
   }
-  std::lock_guard lock(mutex_);
-  end(part, later);
-}
-
-void RdmaEndpoint::on_immediate(rpc::Message message) {
-  ByteReader in(message.body);
-  auto id = in.get<uint32_t>();
-  if (in.done()) immediate(id);
+  Turn turn(*this);
+  end(part, turn);
 }
 
 }  // namespace torch_mooncake::transfer::rdma

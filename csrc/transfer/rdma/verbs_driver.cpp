@@ -29,6 +29,7 @@ std::shared_ptr<Driver> verbs_driver() {
 
 #include "common/log.h"
 #include "common/random.h"
+#include "topology/sysfs.h"
 #include "topology/topology.h"
 #include "transfer/rdma/verbs_library.h"
 
@@ -249,8 +250,10 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     init.cap = {work_requests, std::max(1u, receives), 1, 1, info_.max_inline_nbytes};
     ibv_qp* qp = verbs_.create_qp(pd_, &init);
     if (qp == nullptr) {
-      Status status = failed("ibv_create_qp", errno);
+      const int error = errno;
       release(completions);
+      Status status = failed("ibv_create_qp", error);
+      if (error == ENOMEM || error == ENOSPC || error == EAGAIN) return Status(Code::busy, status.message());
       return status;
     }
     ibv_port_attr port{};
@@ -304,6 +307,10 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     }
     return std::nullopt;
   }
+  bool gone() const override {
+    ibv_port_attr port{};
+    return verbs_.query_port(context_, port_, &port) != 0;
+  }
 
  private:
   friend class VerbsPair;
@@ -330,6 +337,12 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     info_.max_inline_nbytes = 64;
     info_.mtu = std::min(options_.mtu, 128u << port.active_mtu);
     info_.speed_mbps = speed_mbps(port);
+    const auto place = sysfs::real_path("/sys/class/infiniband/" + std::string(verbs_.get_device_name(device)) +
+                                        "/device");  // Soft-RoCE has none
+    if (!place.empty()) {
+      info_.numa_node = sysfs::numa_node(place);
+      info_.pci = sysfs::pci_components(place);
+    }
     if (options_.on_demand) info_.page_faults = takes_page_faults();
     if (info_.page_faults) extra_rights_ |= IBV_ACCESS_ON_DEMAND;
     info_.relaxed_order = options_.relaxed_ordering && verbs_.reg_mr_iova2;
@@ -500,9 +513,13 @@ Status VerbsPair::connect(const QueuePairAddress& remote, const Gid& our_gid, co
 
 class VerbsDriver final : public Driver {
  public:
+  explicit VerbsDriver(const Verbs* verbs = nullptr) : verbs_(verbs) {}
   Result<std::vector<std::shared_ptr<Device>>> open_devices(const NicFilter& filter,
                                                             const RdmaOptions& options) override {
-    TM_ASSIGN(auto* verbs, load_verbs());
+    const Verbs* verbs = verbs_;
+    if (!verbs) {
+      TM_ASSIGN(verbs, load_verbs());
+    }
     int n = 0;
     ibv_device** list = verbs->get_device_list(&n);
     if (list == nullptr) return Status(Code::unsupported, failed("no RDMA: ibv_get_device_list", errno).message());
@@ -534,6 +551,9 @@ class VerbsDriver final : public Driver {
     std::sort(out.begin(), out.end(), [](auto& a, auto& b) { return a->info().name < b->info().name; });
     return out;
   }
+
+ private:
+  const Verbs* const verbs_;  // null: the process'
 };
 
 }  // namespace
@@ -542,6 +562,8 @@ std::shared_ptr<Driver> verbs_driver() {
   static auto driver = std::make_shared<VerbsDriver>();
   return driver;
 }
+
+std::shared_ptr<Driver> verbs_driver(const Verbs& verbs) { return std::make_shared<VerbsDriver>(&verbs); }
 
 }  // namespace torch_mooncake::transfer::rdma
 

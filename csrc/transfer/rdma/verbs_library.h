@@ -4,7 +4,10 @@
 
 #include <infiniband/verbs.h>
 
+#include <memory>
+
 #include "common/status.h"
+#include "transfer/rdma/driver.h"
 
 // The header's inline wrappers call these by name; here everything goes through the table.
 #undef ibv_reg_mr
@@ -48,5 +51,7 @@ struct Verbs {
 
 // Once; the same answer ever after. unsupported: what to install.
 Result<const Verbs*> load_verbs();
+// A driver over that table, which outlives it: for tests.
+std::shared_ptr<Driver> verbs_driver(const Verbs& verbs);
 
 }  // namespace torch_mooncake::transfer::rdma

@@ -4,18 +4,21 @@
 
 QEMU emulates the processor (no KVM is needed, and none is looked for), so everything in there is ten to twenty times
 slower than outside. The command sees this machine's files (what it writes is in memory, and gone afterwards), the
-working directory, and a folder /out that stays (``--keep``). Its output is ours, its exit status too. Others:
+working directory, and a folder /out that stays (``--keep``). Its output is ours, its exit status too, but for these,
+which are never its own (1 then stands for its status):
 
     77   this machine cannot have one: QEMU or a tool is missing, or the kernel package cannot be had; says which
     124  it took longer than --seconds
     125  the virtual machine failed; says where its console's log is
 
-The kernel is Debian's package, unpacked (never installed) into build/rdma-vm/ on first use.
+The kernel is Debian's package, unpacked (never installed) into build/rdma-vm/ on first use, and again when KERNELS
+changes; the initial file system is made again when anything it is made of changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import lzma
 import os
 import re
@@ -69,13 +72,41 @@ def prepare() -> tuple[Path, Path]:
     """Kernel and initial file system, made if they are not there. Raises Unavailable."""
     check()
     kernel, files = CACHE / "vmlinux", CACHE / "initramfs"
-    if not kernel.exists():
+    wanted = " ".join(KERNELS)
+    if not is_made(kernel, wanted):
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             unpack_kernel(fetch_kernel(Path(folder)), Path(folder))
-    if not files.exists() or files.stat().st_mtime < (HERE / "init").stat().st_mtime:
+        say_made(kernel, wanted)
+    wanted = initramfs_is_made_of()
+    if not is_made(files, wanted):
         make_initramfs(files)
+        say_made(files, wanted)
     return kernel, files
+
+
+def is_made(target: Path, wanted: str) -> bool:
+    """Whether it is there, made of that."""
+    said = target.with_suffix(".of")
+    return target.exists() and said.exists() and said.read_text() == wanted
+
+
+def say_made(target: Path, of: str) -> None:
+    target.with_suffix(".of").write_text(of)
+
+
+def initramfs_is_made_of() -> str:
+    """A digest of our init, of the recipe (this file), and of the kernel whose modules go in."""
+    digest = hashlib.sha256(" ".join(MODULES).encode())
+    for path in (HERE / "init", Path(__file__)):
+        digest.update(path.read_bytes())
+    kernel = (CACHE / "vmlinux").stat()
+    digest.update(f"{kernel.st_size} {kernel.st_mtime_ns} {modules_version()}".encode())
+    return digest.hexdigest()
+
+
+def modules_version() -> str:
+    return next((CACHE / "lib/modules").iterdir()).name
 
 
 def fetch_kernel(folder: Path) -> Path:
@@ -118,12 +149,12 @@ def decompress(image: bytes) -> bytes:
 def make_initramfs(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
         root = Path(name)
-        for folder in ("bin", "modules", "proc", "sys", "dev", "host", "layer", "root"):
+        for folder in ("bin", "modules", "proc", "sys", "dev", "host", "layer", "system"):
             (root / folder).mkdir()
         shutil.copy(shutil.which("busybox") or "/bin/busybox", root / "bin/busybox")
         shutil.copy(HERE / "init", root / "init")
         (root / "init").chmod(0o755)
-        version = next((CACHE / "lib/modules").iterdir()).name
+        version = modules_version()
         order: list[str] = []
         for module in MODULES:
             command = ["/sbin/modprobe", "-d", CACHE, "-S", version, "--show-depends", module]
@@ -190,11 +221,19 @@ def run(command: str, out: Path, seconds: float) -> int:
         machine.wait()
         reader.wait()
     if (out / "rc").exists():
-        return int((out / "rc").read_text())
+        return status_of(int((out / "rc").read_text()))
     print(f"vm.py: the virtual machine failed; console: {out / 'console.log'}", file=sys.stderr)
     for name in ("console.log", "qemu.err"):
         print((out / name).read_text(errors="replace")[-2000:], file=sys.stderr)
     return FAILED
+
+
+def status_of(command: int) -> int:
+    """Our exit status for the command's: one that says something else of us is told in words."""
+    if command not in (SKIP, LATE, FAILED):
+        return command
+    print(f"vm.py: the command's exit status was {command}", file=sys.stderr)
+    return 1
 
 
 def main() -> int:

@@ -52,15 +52,15 @@ def wanted() -> dict[str, torch.Tensor]:
 def test_two_commands_publish_a_file_and_stay_until_it_is_read(pool, opened, cli, path: str):
     mine = wanted()
     subscriber = opened(Subscriber("policy", mine))
-    options = ["--prefix", "model.", "--step", "5", "--json", "--until-read", "1"]
+    options = ["--prefix", "model.", "--step", "5", "--json", "--until-read", "1", "--timeout", "120"]
     with (
         running([*CLI, "publish", "policy", path, "--rank", "1/2", *options], stdout=subprocess.PIPE) as second,
         running([*CLI, "publish", "policy", path, "--rank", "0/2", *options], stdout=subprocess.PIPE) as first,
     ):
-        assert subscriber.update(timeout=60).step == 5
+        assert subscriber.update(timeout=120).step == 5
         assert torch.equal(mine["w"], torch.arange(4000.0))
         assert torch.equal(mine["b"], torch.ones(3))
-        assert [process.wait(30) for process in (first, second)] == [0, 0]
+        assert [process.wait(60) for process in (first, second)] == [0, 0]
         documents = [json.loads(process.stdout.read()) for process in (first, second)]
     assert [(d["version"], d["step"], d["tensors"]) for d in documents] == [(1, 5, 2)] * 2
     assert sum(d["nbytes"] for d in documents) == 16012
@@ -75,7 +75,7 @@ def test_ctrl_c_ends_it(pool, cli, path: str):
         assert "version 1 of policy: 15.6 KiB at" in process.stdout.readline()
         shown = cli("show", "policy")
         process.send_signal(2)
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
     assert "policy: version 1, 3 tensors, 15.6 KiB" in shown
     assert "source trainer 0 of policy: 15.6 KiB on " in shown
     assert ", has it" in shown

@@ -139,6 +139,26 @@ def test_ranks_have_equal_shares_whatever_the_tensors(tmp_path: Path):
         assert max(sizes) - min(sizes) <= 800  # a row at either end
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tensors_at_odd_offsets(opened, tmp_path: Path, ranks: int):
+    """What other writers make: floats behind three bytes, cut between ranks at elements all the same."""
+    value = torch.arange(1001.0)
+    header = {
+        "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "w": {"dtype": "F32", "shape": [1001], "data_offsets": [3, 4007]},
+    }
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes([1, 2, 3]) + value.numpy().tobytes()
+    (tmp_path / "odd.safetensors").write_bytes(data)
+    source = Checkpoint(tmp_path / "odd.safetensors")
+    publishers = [opened(Publisher("policy", source, rank=rank, world=ranks)) for rank in range(ranks)]
+    mine = {"odd": torch.zeros(3, dtype=torch.uint8), "w": torch.zeros(1001)}
+    subscriber = opened(Subscriber("policy", mine))
+    publish_all(publishers)
+    subscriber.update(timeout=20)
+    assert same(mine, {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "w": value})
+
+
 def test_the_next_checkpoint_is_the_next_version(opened, tmp_path: Path):
     folders = [tmp_path / str(i) for i in range(3)]
     for i, folder in enumerate(folders):

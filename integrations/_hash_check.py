@@ -14,12 +14,12 @@ import torch_mooncake as tm
 logger = logging.getLogger("torch_mooncake.integrations")
 
 
-def same_hashes(pool: tm.Pool, prefix: str, probe: str, advice: str) -> bool:
+def same_hashes(pool: tm.Pool, prefix: str, probe: str, advice: str, timeout: float = 30) -> bool:
     """Whether ``probe`` (what this process's hash makes of something known, as text) is the one of whoever came first
     under ``prefix``. If not, an error is logged that ends with ``advice``. Errors: those of the pool."""
     key = f"{prefix}hash-probe"
-    pool.put(key, probe.encode(), if_exists="keep")
-    first = bytes(pool.get(key)).decode(errors="replace")
+    pool.put(key, probe.encode(), if_exists="keep", timeout=timeout)
+    first = bytes(pool.get(key, timeout=timeout)).decode(errors="replace")
     if first == probe:
         return True
     logger.error(

@@ -16,12 +16,14 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
-constexpr int64_t kExpectedChanges = 32;        // one element of so many, at most
+constexpr int64_t kExpectedChanges = 32;     // one element of so many, at most
 constexpr int64_t kGrainNbytes = 256 << 10;  // what one thread must have to do to be worth its wake-up
 
 FindChanges find_changes(int64_t element_nbytes) {
 #ifdef __x86_64__
   static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");
+  static const bool avx512 = has_changes_avx512();
+  if (avx512) return find_changes_avx512(element_nbytes);
   if (avx2) return find_changes_avx2(element_nbytes);
 #endif
   return find_changes_portable(element_nbytes);
@@ -84,6 +86,16 @@ class Elements {
 };
 
 Status malformed(const char* what) { return {Code::corrupt, std::string("the delta is malformed: ") + what}; }
+
+// Asks for the lines that a segment's changes are in, all at once: the processor would find them one by one.
+template <int kNbytes>
+void fetch_segment(const DeltaBlob& blob, int64_t segment, const std::byte* target, const Elements& elements) {
+  const DeltaSegment& at = blob.segments[static_cast<size_t>(segment)];
+  const int64_t nbytes = blob.segments[static_cast<size_t>(segment) + 1].token - at.token;
+  const std::byte* origin = target + elements.stretches(segment)[0].offset;  // of others the first stretch alone
+  for_delta_changes(blob.tokens + at.token, nbytes,
+                    [&](uint32_t position, uint32_t) { __builtin_prefetch(origin + int64_t{position} * kNbytes, 1); });
+}
 
 template <int kNbytes>
 void apply_segment(const DeltaBlob& blob, int64_t segment, std::byte* target, const std::byte* base,
@@ -271,7 +283,10 @@ Status delta_apply(const DeltaBlob& blob, std::byte* target, const std::vector<D
                                         std::to_string(elements->count())};
   for_delta_size(blob.element_nbytes, [&]<int kNbytes>() {
     parallel_for(delta_segments(blob.elements), grain(kNbytes), [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; ++s) apply_segment<kNbytes>(blob, s, target, base, *elements);
+      for (int64_t s = begin; s < end; ++s) {
+        if (base == nullptr && s + 1 < end) fetch_segment<kNbytes>(blob, s + 1, target, *elements);
+        apply_segment<kNbytes>(blob, s, target, base, *elements);
+      }
     });
   });
   return {};

@@ -1,15 +1,16 @@
 """The 1T run: a full update of Kimi-K2 from 256 trainer ranks, planned, moved at a smaller scale, and predicted.
 
-    python one_trillion.py                             # 1 GiB moved, 8 engines of 32 ranks, 400 Gbit/s NICs
-    python one_trillion.py --tp 16 --gib 4             # 8 engines of 16 ranks
+    python one_trillion.py                             # 8 engines of 32 ranks, 400 Gbit/s NICs
+    python one_trillion.py --tp 16 --gib 1             # 8 engines of 16 ranks, more bytes moved
     python one_trillion.py --plot nics.svg --json out.json
 
 It plans the update of all 1.03 T parameters and checks that the trainers send each byte once. Then it moves one: every
-width is divided so that what all servers receive fits ``--gib``, the ranks, tensors and routes stay as many, and each
-rank is a Publisher or Subscriber with an engine of its own. Every element is compared at every rank, in two versions,
-and the bytes at the engines with the plan. What is folded: many ranks share a process, their NICs are TCP over
-loopback, and so are copies within a host. So the seconds of the move are those of this machine; those of the full size
-are the network model's, beside what others have published and the bound that no schedule can beat.
+width is divided so that what all servers receive fits ``--gib``, there are ``--layers`` of the 61 layers, one for each
+stage of the trainers by default, and as many ranks and experts as there are. Each rank is a Publisher or Subscriber
+with an engine of its own. Every element is compared at every rank, in two versions, and the bytes at the engines with
+the plan. What is folded: many ranks share a process, their NICs are TCP over loopback, and so are copies within a host.
+So the seconds of the move are those of this machine; those of the full size are the network model's, beside what others
+have published and the bound that no schedule can beat.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def move(args: argparse.Namespace) -> dict[str, Any]:
     by, update = scaled(args.gib, args.layers, args.engines, args.tp)
     processes = Processes(args.rounds, update)
     sources, targets = update.trainers(), update.servers()
-    giving = processes.start(folded.trainers, len(sources), 2)
+    giving = processes.start(folded.trainers, len(sources), 1)
     taking = processes.start(folded.servers, len(targets), args.processes)
     made = plan(
         *([rank.manifest for rank in side] for side in (sources, targets)), [r.place for r in (*sources, *targets)]
@@ -205,11 +206,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kimi_k2_plan.arguments(parser)
     parser.add_argument(
-        "--gib", type=float, default=1.2, help="bytes that all servers receive (default: %(default)s GiB)"
+        "--gib", type=float, default=0.4, help="bytes that all servers receive (default: %(default)s GiB)"
     )
-    parser.add_argument("--layers", type=int, default=61, help="of what is moved (default: %(default)s, all)")
+    parser.add_argument("--layers", type=int, default=8, help="of what is moved, at most 61 (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="versions to move; 0: plan only (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=4, help="for the servers' ranks (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="for the servers' ranks (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     args = parser.parse_args()
     found = kimi_k2_plan.report(args)

@@ -230,6 +230,7 @@ class TorchMooncakeKVManager(CommonKVManager):
 
     def _aborted(self, abort: AbortNotification) -> None:
         if self.request_status.get(abort.room) not in (None, KVPoll.Success):
+            self.record_failure(abort.room, "Aborted by decode")
             self.update_status(abort.room, KVPoll.Failed)
         self.cancel(abort.room)
         target = abort.deferred_ack_target() if self.enable_deferred_decode_kv_release else None
@@ -288,7 +289,8 @@ class TorchMooncakeKVManager(CommonKVManager):
                     self._send(chunk)
             except Exception as error:
                 logger.warning("SGLang room %d: %s: %s", chunk.room, type(error).__name__, error)
-                self.conclude_failure(bootstrap_room=chunk.room, failure_reason=f"{type(error).__name__}: {error}")
+                if self._active(chunk.room):  # else it has failed before, and decode knows why
+                    self.conclude_failure(bootstrap_room=chunk.room, failure_reason=f"{type(error).__name__}: {error}")
             finally:
                 self._ended(chunk)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fault_ways import WAYS, MiB, Two
 from processes import Child
+from verbs import VERBS
 
 
 @pytest.fixture(scope="module", params=list(WAYS))
@@ -31,14 +32,14 @@ def make_two(child: Any) -> Iterator[Callable[..., Two]]:
 
 @pytest.fixture(scope="module")
 def lasting_two(way: str) -> Iterator[Two]:
-    """One pair for all tests of a file that leave it as it was: 32 MiB on each side."""
+    """One pair for all tests of a file that leave it as it was: 32 MiB on each side; over emulated NICs, 8."""
     children: list[Child] = []
 
     def child(env: dict[str, str] | None = None) -> Child:
         children.append(Child(env))
         return children[-1]
 
-    two = Two(way, child, 32 * MiB)
+    two = Two(way, child, (8 if VERBS else 32) * MiB)
     yield two
     two.close()
     for c in children:

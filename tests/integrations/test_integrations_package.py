@@ -12,7 +12,8 @@ from places import ROOT
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
-ADAPTERS = ("lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm", "transformers")
+PROGRAMS = ("transformers", "lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm", "vllm")
+ADAPTERS = ("lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm", "transformers", "vllm")
 
 
 def test_a_wheel_has_them_and_not_the_compat_distribution(monkeypatch: pytest.MonkeyPatch):
@@ -27,7 +28,7 @@ def test_a_wheel_has_them_and_not_the_compat_distribution(monkeypatch: pytest.Mo
 def test_importing_one_imports_neither_its_program_nor_torch(name: str):
     code = f"""
 import sys, torch_mooncake.integrations.{name}
-print(sorted(set(sys.modules) & {{"torch", "transformers", "lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm"}}))
+print(sorted(set(sys.modules) & {{"torch", *{PROGRAMS}}}))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -63,7 +63,7 @@ def weights(rank: int, here: tm.Pool) -> None:
     with engine(1, "worker 0") as first, engine(1, "worker 1") as second:
         models = [{name: torch.zeros_like(tensor) for name, tensor in trainer.items()} for _ in range(2)]
         subscribers = [
-            Subscriber("p", model, engine=each, place=Place("host-1"), patience_s=60, pool=here)
+            Subscriber("p", model, engine=each, place=Place(each.name), patience_s=60, pool=here)
             for model, each in zip(models, (first, second), strict=True)
         ]
         dist.barrier()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Child, eventually
+from safetensors import torch as safetensors
 from test_direct import same, tensor_parallel
 
 import torch_mooncake as tm
@@ -135,7 +136,7 @@ def test_who_has_another_version_gets_all_bytes(opened, monkeypatch):
     step_of(trainer.tensors, 1)
     trainer.publisher.publish(step=2)
     assert first.update().delta_nbytes > 0
-    late = Worker(opened, trainer.tensors, "late")
+    late = Worker(opened, trainer.tensors, "late", patience_s=1.0)  # it may be put behind the one that missed it
     update = late.update()
     assert (update.step, update.delta_nbytes) == (2, 0)
     step_of(trainer.tensors, 2)
@@ -314,3 +315,19 @@ def test_versions_that_follow_each_other_at_once(opened):
     while seen < 15:
         seen = worker.update().step
         assert same(worker.tensors, known[seen])
+
+
+def test_checkpoints_on_disk(opened, tmp_path):
+    """One after the other: what has changed between two files."""
+    mine = tensors(0)
+    safetensors.save_file(mine, tmp_path / "1.safetensors")
+    step_of(mine, 1)
+    safetensors.save_file(mine, tmp_path / "2.safetensors")
+    publisher = opened(Publisher("policy", weights.Checkpoint(tmp_path / "1.safetensors")))
+    worker = {name: torch.zeros_like(tensor) for name, tensor in mine.items()}
+    subscriber = opened(Subscriber("policy", worker))
+    publisher.publish(mode="delta")
+    assert subscriber.update(timeout=30).delta_nbytes == 0
+    publisher.publish(source=weights.Checkpoint(tmp_path / "2.safetensors"), mode="delta")
+    assert 0 < subscriber.update(timeout=30).delta_nbytes < 0.035 * NBYTES
+    assert same(worker, mine)

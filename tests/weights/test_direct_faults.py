@@ -164,6 +164,12 @@ def test_progress_is_told_on_both_sides(opened):
     assert list(publisher.delivered().values()) == [False]
     assert subscriber.progress.nbytes == COUNT * SIZE * 4
     assert 0 < subscriber.progress.eta_s < 60
+    (seen,) = publisher.progress().values()
+    assert (seen.version, seen.nbytes) == (1, COUNT * SIZE * 4)
+    assert 0 < seen.bytes_done < seen.nbytes
+    assert 0 < seen.eta_s < 60
     subscriber.update(timeout=60)
     assert subscriber.progress.bytes_done == subscriber.progress.nbytes
+    (seen,) = publisher.progress().values()
+    assert (seen.bytes_done, seen.eta_s) == (seen.nbytes, 0)
     assert list(publisher.delivered().values()) == [True]

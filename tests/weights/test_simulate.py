@@ -177,5 +177,4 @@ def test_kimi_k2_is_near_its_bound(monkeypatch):
     ingress = max(target.nbytes for target in targets) / 50e9
     assert ingress == pytest.approx(0.65, abs=0.02)
     assert said.seconds <= 1.5 * 0.64
-    assert simulate(made, Network(nic=50e9)).seconds == said.seconds
     del sys.modules["kimi_k2"]

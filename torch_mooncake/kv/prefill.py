@@ -259,8 +259,10 @@ class PrefillSession:
         feeds = planning.feeds_of(ours, sender.place, theirs, ticket.place)
         target = Target(self, ticket.session, ticket.contact, theirs, ticket.layout, ticket.place, feeds)
         target.reserve(pages, ticket.prompt_pages)
-        peer = sender.inbox.peer(ticket.contact, left(self.deadline))
-        transport = target.reach(peer, ticket)
+        transport = ""
+        if any(feed is not None for feed in feeds):  # else it may be done, and gone, before we come
+            peer = sender.inbox.peer(ticket.contact, left(self.deadline))
+            transport = target.reach(peer, ticket)
         target.plan = planning.choose(
             planning.agree(self._asked, ticket.wire), ours, sender.place, theirs, ticket.place, feeds, transport,
             sender.cannot_pack(),

@@ -6,11 +6,10 @@ afterwards says that its slot still held the version and that the chunk is prove
 of it is proven. An upstream that is lost, stopped, or that has moved on is replaced by the one before it on the route,
 in the end by the source; what is proven stays, what is not comes again, and the board says so.
 
-Where chunks have checksums, a chunk is offered when it is proven, and it is proven when its checksum agrees with the
-one that its source made: the board of each node passes those on. One that disagrees is read again, then from the node
-before. Where there are blobs of what changed (delta.py), they come in the place of chunks. Bytes for tensors that
-cannot be written as they come go through staging memory, chunk by chunk, and from there into the tensors when they are
-proven.
+Where chunks have checksums, a chunk is there when it agrees with the one that its source made: the board of each node
+passes those on. One that disagrees is read again, then from the node before. Where there are blobs of what changed
+(delta.py), they come in the place of chunks. Bytes for tensors that cannot be written as they come go through staging
+memory, chunk by chunk, and from there into the tensors when they are proven.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch_mooncake.weights.members import Links, Member
 from torch_mooncake.weights.plan import Plan
 from torch_mooncake.weights.ranges import Addresses, Chunks
 from torch_mooncake.weights.staging import Staging
-from torch_mooncake.weights.upstream import Proof, Route, Superseded, Upstream
+from torch_mooncake.weights.upstream import Route, Superseded, Upstream
 
 __all__ = ["Fetch", "Progress", "Superseded", "Wiring", "tag_of"]
 
@@ -156,7 +155,8 @@ class Fetch:
             moved = arrived = self._take(upstream)
             proofs = upstream.answer() or []
             moved |= bool(proofs)
-            self._prove_all(upstream, proofs)
+            for route, chunk in proofs:
+                self._prove(route, chunk)
             moved |= self._request(upstream)
             upstream.routes = [route for route in upstream.routes if not route.done]
             if not upstream.routes:
@@ -192,7 +192,7 @@ class Fetch:
             upstream.reads.remove(read)
             upstream.inflight -= route.chunks.nbytes[chunk]
             upstream.taken += route.chunks.nbytes[chunk]
-            if not self._put_in(route, chunk):
+            if not self._put_in(route, chunk) or not self._agrees(upstream, route, chunk, block):
                 continue
             upstream.unproven.append((route, chunk))
             route.there[chunk] = True
@@ -219,23 +219,8 @@ class Fetch:
             self._board.put_blob(self._slot, number, -1 if blob is None else blob.to_word())
         return True
 
-    def _prove_all(self, upstream: Upstream, proofs: list[Proof]) -> None:
-        for i, proof in enumerate(proofs):
-            try:
-                self._prove(upstream, proof.route, proof.chunk, proof.crc)
-            except Corrupt:
-                upstream.unproven += [(rest.route, rest.chunk) for rest in proofs[i + 1 :]]
-                raise
-
-    def _prove(self, upstream: Upstream, route: Route, chunk: int, crc: int | None) -> None:
+    def _prove(self, route: Route, chunk: int) -> None:
         block = self._blocks.pop((route.number, chunk), None)
-        if crc is not None and self._crc(route, chunk, block) != crc:
-            if block is not None and self._staging is not None:
-                self._staging.give_back(block)
-            self._again(upstream, route, chunk)
-            return
-        if self._verify:
-            self._board.put_sum(self._slot, route.chunks.first + chunk, crc)
         if block is not None and self._staging is not None:
             self._staging.apply(block, route.chunks.applies[chunk])
         route.proven[chunk] = True
@@ -246,16 +231,25 @@ class Fetch:
         staging = 0 if self._staging is None or block is None else self._staging.address(block)
         return _core.crc32c(0, self._memory.addresses(self._slot, here, staging), lengths)
 
-    def _again(self, upstream: Upstream, route: Route, chunk: int) -> None:
-        """The chunk's checksum does not agree."""
-        self._forget(route, chunk)
+    def _agrees(self, upstream: Upstream, route: Route, chunk: int, block: int | None) -> bool:
+        """Whether what came has the checksum of its source. If not, it comes again; Corrupt the second time."""
+        if not self._verify:
+            return True
+        crc = upstream.crc(route, chunk)
+        if crc is None or self._crc(route, chunk, block) == crc:
+            self._board.put_sum(self._slot, route.chunks.first + chunk, crc)
+            return True
+        if block is not None and self._staging is not None:
+            self._staging.give_back(block)
         if self._taker is not None:
             self._taker.in_full(route.chunks.first + chunk)
+        route.next = min(route.next, chunk)
         key = upstream.node, route.number, chunk
         if key in self._wrong:
             name = upstream.member.record.name
             raise Corrupt(f"version {self._version} of the weights came from {name} with other bytes than it should")
         self._wrong.add(key)
+        return False
 
     def _forget(self, route: Route, chunk: int) -> None:
         route.there[chunk] = False
@@ -359,9 +353,7 @@ class Fetch:
         there, proven = route.told
         while proven < len(route.proven) and route.proven[proven]:
             proven += 1
-        if self._verify:  # nobody passes on what is wrong
-            there = proven
-        while not self._verify and there < len(route.there) and route.there[there]:
+        while there < len(route.there) and route.there[there]:
             there += 1
         if (there, proven) != route.told:
             route.told = there, proven
@@ -375,7 +367,7 @@ class Fetch:
         self.lost.append(upstream.member.uid)
         self._links.drop(upstream.member.uid)
         doubtful = upstream.doubtful()
-        if doubtful and not self._verify:
+        if doubtful:
             self._board.restart(self._slot)
         for route, chunk in doubtful:
             block = self._blocks.pop((route.number, chunk), None)
@@ -408,10 +400,8 @@ class Fetch:
                     text = f"version {self._version} of the weights cannot come from {member.record.name}: {error}"
                     raise PeerLost(text) from error
         route.chunks = self._wiring.chunks(route.number, node)
-        route.next = route.told[0]
         if not route.done:
-            upstream.routes.append(route)
-            upstream.last_news = time.monotonic()
+            upstream.give(route)
 
     def _connect(self, node: int) -> Upstream:
         member, source = self._wiring.members[node], node < self._wiring.plan.sources

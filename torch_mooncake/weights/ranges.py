@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,9 +29,7 @@ class Addresses:
         self._manifest = manifest
         self._offsets = offsets
         self._staged = staged
-        self._rows: dict[str, list[int]] = {}
-        for row, whole in enumerate(manifest.whole.tolist()):
-            self._rows.setdefault(manifest.wholes[whole].name, []).append(row)
+        self._rows = manifest.rows
 
     def rows(self, names: Sequence[str], start: Ints, size: Ints) -> list[int]:
         """The pieces that have all of the box; ``names``: those under which the whole goes."""
@@ -196,10 +195,17 @@ def _merged(there: Ints, here: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
     return there[first], here[first], np.add.reduceat(lengths, first)
 
 
+_NAMES: weakref.WeakKeyDictionary[Plan, list[list[str]]] = weakref.WeakKeyDictionary()
+
+
 def names_of(plan: Plan, sources: Sequence[Manifest]) -> list[list[str]]:
-    """The names under which each of the plan's wholes goes: its own, and those that the sources tie to it."""
-    tied: dict[str, set[str]] = {}
-    for manifest in sources:
-        for name, root in manifest.aliases.items():
-            tied.setdefault(root, set()).add(name)
-    return [[whole.name, *sorted(tied.get(whole.name, ()))] for whole in plan.wholes]
+    """The names under which each of the plan's wholes goes: its own, and those that the sources tie to it. The same
+    list each time: do not write into it."""
+    found = _NAMES.get(plan)
+    if found is None:
+        tied: dict[str, set[str]] = {}
+        for manifest in sources:
+            for name, root in manifest.aliases.items():
+                tied.setdefault(root, set()).add(name)
+        found = _NAMES[plan] = [[whole.name, *sorted(tied.get(whole.name, ()))] for whole in plan.wholes]
+    return found

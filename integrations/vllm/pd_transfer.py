@@ -98,9 +98,11 @@ class Transfer:
             return self._claimed
 
     def _compare(self) -> None:
-        """It ends if decode has asked for another prompt."""
+        """It ends if decode has asked for another prompt, or of another model."""
         if self.total and self.dead is None and any(ask.digest != self.digest for ask in self.asks.values()):
-            self.dead = tm.InvalidArgument(f"transfer {self.id}: prefill has another prompt than decode")
+            self.dead = tm.InvalidArgument(
+                f"transfer {self.id}: prefill has another prompt, or another model, than decode"
+            )
 
     def _complete(self) -> bool:
         return bool(self.asks) and len(self.asks) == next(iter(self.asks.values())).size

@@ -229,6 +229,16 @@ def test_other_prompt_other_life_and_nobody(make: Make, caplog: pytest.LogCaptur
     assert decode.serve(wrong)[0] == 0
 
 
+def test_prefill_of_another_model_is_refused(make: Make, caplog: pytest.LogCaptureFixture):
+    """Of the same shape: its keys and values would fit."""
+    prefill, decode = make("pd", role="kv_producer", model="one"), make("pd", role="kv_consumer", model="two")
+    _, params = prefill.serve(Request("p", PROMPT, sends()))
+    request = Request("d", PROMPT, to_decode(params))
+    decode.start(request)
+    failed(decode, request)
+    assert "another prompt, or another model" in caplog.text
+
+
 def test_prefill_is_aborted(make: Make):
     prefill, decode = make("pd", role="kv_producer"), make("pd", role="kv_consumer")
     request, wanted = Request("p", PROMPT, sends("t")), Request("d", PROMPT, asks(prefill, "t"))
@@ -356,13 +366,13 @@ def test_settings_that_cannot_be_carried():
 
 
 def test_digest_of_a_prompt():
-    same = prompt_digest(Request("a", PROMPT))
-    assert same == prompt_digest(Request("b", list(PROMPT)))
+    same = prompt_digest(Request("a", PROMPT), "m")
+    assert same == prompt_digest(Request("b", list(PROMPT)), "m")
     others = [Request("c", PROMPT[:-1]), Request("d", PROMPT, cache_salt="x")]
     others.append(Request("e", PROMPT, lora_request=type("L", (), {"lora_name": "l"})))
     others.append(Request("f", PROMPT, mm_features=[type("F", (), {"identifier": "i"})]))
-    assert len({same, *map(prompt_digest, others)}) == 5
-    assert prompt_digest(Request("g", None)) is None
+    assert len({same, prompt_digest(others[0], "m2"), *(prompt_digest(each, "m") for each in others)}) == 6
+    assert prompt_digest(Request("g", None), "m") is None
 
 
 def test_pages_of_the_host():

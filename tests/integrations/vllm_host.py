@@ -45,7 +45,7 @@ def config(
 ) -> tuple[Any, Any]:
     """(what the connectors read of a VllmConfig, of a KVCacheConfig)."""
     transfer = SimpleNamespace(
-        kv_connector_extra_config={"model": "a-model", **extra},
+        kv_connector_extra_config={"model": "a-model"} | extra,
         kv_load_failure_policy=policy,
         is_kv_producer=role in ("kv_producer", "kv_both"),
         is_kv_consumer=role in ("kv_consumer", "kv_both"),

@@ -588,6 +588,36 @@ def test_request_that_was_stored_and_is_loaded_when_it_ends_is_reported_once(mak
     assert not host.workers[0]._stores
 
 
+def test_after_a_reset_nothing_from_before_is_taken_or_stored(make: Make, pool_env: PoolEnv):
+    """As when the weights have changed."""
+    host, other = make("pool"), make("pool")
+    stored(host, Request("a", PROMPT))
+    running = Request("b", [1, *PROMPT])
+    host.start(running)
+    host.step(running, 0, 9)
+    assert host.scheduler.reset()
+    host.step(running, 9, len(running.prompt_token_ids or ()) - 9, new=False)  # behind blocks of the old weights
+    host.finish(running)
+    host.until(lambda: host.all_free)
+    assert stored(host, Request("c", PROMPT))[0] == 0
+    assert stored(host, Request("d", [1, *PROMPT]))[0] == 0
+    assert stored(host, Request("e", PROMPT))[0] == 5 * BLOCK  # its own
+    assert stored(other, Request("f", PROMPT))[0] == 5 * BLOCK  # of those weights
+    assert stored(other, Request("g", [1, *PROMPT]))[0] == 2 * BLOCK
+
+
+def test_reset_while_blocks_are_loaded_is_refused(make: Make, pool_env: PoolEnv):
+    first, second = make("pool"), make("pool")
+    stored(first, Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    external = second.ask(request)
+    second.allocate(request, external)
+    assert not second.scheduler.reset()
+    second.step()
+    second.wait(request)
+    assert second.scheduler.reset()
+
+
 def test_pool_that_does_not_answer_costs_the_reuse(make: Make, pool_env: PoolEnv, caplog: pytest.LogCaptureFixture):
     host = make("pool", timeout_s=1, lookup_timeout_s=0.5, patience_ms=1)
     stored(host, Request("a", PROMPT))

@@ -21,6 +21,7 @@ nowhere, pinned nowhere and deleted never.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -33,10 +34,6 @@ import torch
 
 import torch_mooncake as tm
 from torch_mooncake import weights
-from torch_mooncake.tensors import DTYPES
-from torch_mooncake.weights.contents import tensors_of_version
-from torch_mooncake.weights.files import Share
-from torch_mooncake.weights.sources import Source, Tensors, Together
 
 _ALIGN = 256  # of checkpoint-engine's buffers: what its metas call aligned_size
 Named = list[tuple[str, torch.Tensor]]
@@ -101,13 +98,18 @@ class ParameterServer:
         KeyExists if the name is registered. Otherwise as ``weights.Checkpoint`` and ``weights.Publisher``."""
         if checkpoint_name in self._publishers:
             raise tm.KeyExists(f"the checkpoint {checkpoint_name!r} is registered")
-        sources: list[Source] = []
+        sources: list[weights.Checkpoint | Mapping[str, torch.Tensor]] = []
         if files:
-            sources.append(Share(weights.Checkpoint(list(files)), 0, 1))
+            sources.append(weights.Checkpoint(list(files)))
         if named_tensors:
-            sources.append(Tensors(named_tensors, None))
+            sources.append(named_tensors)
         self._publishers[checkpoint_name] = weights.Publisher(
-            checkpoint_name, Together(sources), rank=self._rank, world=self._world, pool=self._pool, **self._options
+            checkpoint_name,
+            weights.Together(sources),
+            rank=self._rank,
+            world=self._world,
+            pool=self._pool,
+            **self._options,
         )
 
     def unregister_checkpoint(self, checkpoint_name: str, force: bool = False) -> None:
@@ -123,10 +125,8 @@ class ParameterServer:
         publisher = self._publishers.get(checkpoint_name)
         tensors = []
         for whole in publisher.source.manifest.wholes if publisher is not None and publisher.source is not None else ():
-            numel = 1
-            for n in whole.shape:
-                numel *= n
-            aligned = -(-numel * DTYPES[whole.dtype] // _ALIGN) * _ALIGN
+            nbytes = math.prod(whole.shape) * getattr(torch, whole.dtype).itemsize
+            aligned = -(-nbytes // _ALIGN) * _ALIGN
             tensors.append([whole.name, whole.dtype, list(whole.shape), aligned])
         mine = {"device": self._device(), "tensors": tensors}
         self._pool.put(self._key(checkpoint_name, self._rank), json.dumps(mine))
@@ -245,7 +245,7 @@ class Worker:
     def _follow(self, wanted: Handle) -> None:
         pool = tm.Pool(wanted.address, pool=wanted.pool)
         try:
-            wholes = tensors_of_version(wanted.name, pool=pool)
+            wholes = weights.tensors_of_version(wanted.name, pool=pool)
             tensors = {whole.name: torch.empty(whole.shape, dtype=getattr(torch, whole.dtype)) for whole in wholes}
             subscriber = weights.Subscriber(wanted.name, tensors, flip="swap", pool=pool, **self._options)
         except BaseException:
@@ -255,7 +255,7 @@ class Worker:
 
     def _fits(self, name: str) -> bool:
         pool, tensors, _ = self._followed[name]
-        published = {(w.name, w.shape, w.dtype) for w in tensors_of_version(name, pool=pool)}
+        published = {(w.name, w.shape, w.dtype) for w in weights.tensors_of_version(name, pool=pool)}
         return published == {(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
 
     def _drop(self, name: str) -> None:

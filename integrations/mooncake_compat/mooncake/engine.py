@@ -32,6 +32,7 @@ _OVERLAPPED = -7
 _NOT_REGISTERED = -3
 _UNREACHABLE = -102
 _REGISTER_S = 30
+_KEPT = 1024  # outcomes of transfers that nobody has asked about yet
 _NOTHING: dict[str, Any] = {"id": "", "addresses": [], "regions": []}
 _TRANSPORTS = {"tcp": ("local", "shm", "tcp"), "rdma": ("local", "shm", "rdma")}
 
@@ -307,21 +308,23 @@ class TransferEngine:
         codes = []
         for number in batch_ids:
             with self._lock:
-                transfer = self._transfers.pop(number, None)
+                transfer = self._transfers.get(number)
             codes.append(INTERNAL_ERROR if transfer is None else transfer.wait())
+            with self._lock:
+                self._transfers.pop(number, None)
         return next((code for code in codes if code), 0)
 
     def transfer_check_status(self, batch_id: int) -> int:
         """0: under way; 1: done; -1: failed, or not known. Forgotten when it is over."""
         with self._lock:
-            transfer = self._transfers.pop(batch_id, None)
+            transfer = self._transfers.get(batch_id)
         if transfer is None:
             return INTERNAL_ERROR
         code = transfer.poll()
         if code is None:
-            with self._lock:
-                self._transfers[batch_id] = transfer
             return 0
+        with self._lock:
+            self._transfers.pop(batch_id, None)
         return 1 if code == 0 else INTERNAL_ERROR
 
     def get_notifies(self) -> list[TransferNotify]:
@@ -377,7 +380,17 @@ class TransferEngine:
         with self._lock:
             number = next(self._numbers)
             self._transfers[number] = transfer
+            others = list(self._transfers.items())[:-1]
+        self._tidy(others)
         return number
+
+    def _tidy(self, transfers: list[tuple[int, Transfer]]) -> None:
+        """What nobody asks about keeps no memory registered when it is over, and is forgotten when there is much of
+        it."""
+        for i, (number, transfer) in enumerate(transfers):
+            if transfer.settle() and len(transfers) - i >= _KEPT:
+                with self._lock:
+                    self._transfers.pop(number, None)
 
     def _begin(self, write: bool, session: str, sides: Sides, notify: TransferNotify | None) -> Transfer | None:
         """None, and nothing is under way, if it cannot be done."""

@@ -166,7 +166,8 @@ TEST_CASE("a session is lost while its peer is inside a copy: the memory stays i
   child.ask("open w p " + to_hex(region->descriptor()));
   child.make("source", kLong, 9);
   child.ask("write source w " + std::to_string(kLong) + " 20000");
-  nap(100);
+  for (auto until = soon(); mismatch(target.data, 64, 9) < 64 && !until.expired();) nap(1);
+  nap(100);  // the first step is over, the second sleeps
   for (auto& session : owner->rpc().sessions())
     for (auto& lane : session->lanes()) lane->kill(Status(Code::peer_lost, "cut by the test"));
   for (auto until = soon(); child.ask("sessions") != "0" && !until.expired();) nap(1);

@@ -29,9 +29,9 @@ class MooncakeECConnector(ECConnectorBase):
             raise tm.Unsupported("weight_transfer_config: outputs in the pool would be those of other weights")
         extra = dict(getattr(vllm_config.ec_transfer_config, "ec_connector_extra_config", None) or {})
         model = str(extra.get("model") or model_name(vllm_config.model_config))
-        outputs = EncoderOutputs(
-            make_pool(extra), model, str(extra.get("tenant", "default")), positive(extra, "timeout_s", 5)
-        )
+        tenant, timeout_s = str(extra.get("tenant", "default")), positive(extra, "timeout_s", 5)
+        dtype = str(getattr(vllm_config.model_config, "dtype", "any")).removeprefix("torch.")
+        outputs = EncoderOutputs(make_pool(extra), model, tenant, timeout_s, dtype)
         self._outputs: EncoderOutputs | None = outputs
         self._fetcher = Fetcher(outputs) if role == ECConnectorRole.SCHEDULER and self.is_consumer else None
         self._rank = 0

@@ -22,6 +22,7 @@ from torch_mooncake.integrations.vllm.door import Door, Line, call, split_addres
 from torch_mooncake.integrations.vllm.encoder_cache import EncoderOutputs, Fetcher, take
 from torch_mooncake.integrations.vllm.pd_decode import HostPages
 from torch_mooncake.integrations.vllm.pd_orders import prompt_digest
+from torch_mooncake.integrations.vllm.pd_transfer import Ask
 from torch_mooncake.integrations.vllm.pool_orders import PoolMeta
 from torch_mooncake.integrations.vllm.settings import Settings
 from torch_mooncake.kv import PrefixStore
@@ -415,6 +416,33 @@ def test_door_takes_calls_of_its_token_only():
         door.close()
 
 
+def test_call_that_makes_an_error_ends_and_the_door_stays(caplog: pytest.LogCaptureFixture):
+    heard: list[dict[str, Any]] = []
+
+    def hear(line: Line, message: dict[str, Any]) -> None:
+        heard.append({"odd": message["odd"]})
+
+    door = Door("127.0.0.1", 0, "", hear, lambda line: None)
+    odd = call(door.address, "", {"kind": "ask"}, 5)
+    assert eventually(lambda: odd.heard() == [] and odd.ended)
+    assert "a call made an error" in caplog.text
+    friend = call(door.address, "", {"odd": 1}, 5)
+    assert eventually(lambda: heard == [{"odd": 1}])
+    for line in (odd, friend):
+        line.close()
+    door.close()
+
+
+def test_call_for_a_prompt_is_taken_apart():
+    said = {"rank": 0, "size": 1, "skip": 0, "ticket": b"t", "digest": b"d"}
+    line: Any = object()
+    assert Ask.of(line, said) == (0, Ask(line, b"t", 1, 0, b"d"))
+    wrong: list[dict[str, Any]] = [{"ticket": 1 << 40}, {"digest": 7}, {"ticket": [1]}, {"rank": 1}, {"size": "two"}]
+    for other in [{**said, **each} for each in wrong] + [{"rank": 0, "size": 1}, {**said, "skip": float("inf")}]:
+        with pytest.raises(tm.InvalidArgument):
+            Ask.of(line, other)
+
+
 def test_line_hears_what_the_door_says_and_its_end():
     lines: list[Line] = []
     door = Door("127.0.0.1", 0, "", lambda line, message: lines.append(line), lambda line: None)
@@ -714,9 +742,10 @@ def test_encoder_output_is_made_once(outputs: EncoderOutputs):
     made = torch.randn(6, HEADS)
     assert outputs.put("cat", made)
     assert outputs.put("cat", torch.zeros(6, HEADS))  # sealed: the first stays
-    other = EncoderOutputs(tm.Pool(), "a/model", "another", 5)
-    assert other.get("cat") is None
-    other.close()
+    for how in (("another", 5), ("tenant", 5, "bfloat16")):
+        other = EncoderOutputs(tm.Pool(), "a/model", *how)
+        assert other.get("cat") is None
+        other.close()
     fetcher = Fetcher(EncoderOutputs(tm.Pool(), "a/model", "tenant", 5))
     request = WithImages("r", Feature("cat", 2, 6), Feature("dog", 9, 4))
     assert eventually(lambda: fetcher.available(request, 0))
@@ -748,6 +777,16 @@ def test_encoder_output_of_another_size_or_kind_is_made_again(outputs: EncoderOu
     assert not fetcher.has("dog")
     assert "not used" in caplog.text
     assert "no encoder output" in caplog.text
+    fetcher._threads.shutdown()
+
+
+def test_encoder_output_that_cannot_be_read_at_all(outputs: EncoderOutputs, caplog: pytest.LogCaptureFixture):
+    fetcher = Fetcher(outputs)
+    request = WithImages("r", Feature("", 2, 6))
+    outputs.key = lambda identifier: 7  # type: ignore[assignment,method-assign,return-value]  # not a key: TypeError
+    assert eventually(lambda: fetcher.available(request, 0))
+    assert not fetcher.has("")
+    assert "an encoder output was not loaded" in caplog.text
     fetcher._threads.shutdown()
 
 

@@ -21,24 +21,24 @@ nowhere, pinned nowhere and deleted never.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
 import torch_mooncake as tm
 from torch_mooncake import weights
-from torch_mooncake.tensors import DTYPES
-from torch_mooncake.weights.contents import tensors_of_version
-from torch_mooncake.weights.files import Share
-from torch_mooncake.weights.sources import Source, Tensors, Together
 
 _ALIGN = 256  # of checkpoint-engine's buffers: what its metas call aligned_size
+_POLL_S = 0.01
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -88,6 +88,7 @@ class ParameterServer:
         self._published: set[str] = set()
         self._metas: dict[int, dict[str, Any]] = {}
         self._devices: list[str] = []
+        self._gathered: dict[str, int] = {}  # how often, by name
 
     def register_checkpoint(
         self,
@@ -101,13 +102,18 @@ class ParameterServer:
         KeyExists if the name is registered. Otherwise as ``weights.Checkpoint`` and ``weights.Publisher``."""
         if checkpoint_name in self._publishers:
             raise tm.KeyExists(f"the checkpoint {checkpoint_name!r} is registered")
-        sources: list[Source] = []
+        sources: list[weights.Checkpoint | Mapping[str, torch.Tensor]] = []
         if files:
-            sources.append(Share(weights.Checkpoint(list(files)), 0, 1))
+            sources.append(weights.Checkpoint(list(files)))
         if named_tensors:
-            sources.append(Tensors(named_tensors, None))
+            sources.append(named_tensors)
         self._publishers[checkpoint_name] = weights.Publisher(
-            checkpoint_name, Together(sources), rank=self._rank, world=self._world, pool=self._pool, **self._options
+            checkpoint_name,
+            weights.Together(sources),
+            rank=self._rank,
+            world=self._world,
+            pool=self._pool,
+            **self._options,
         )
 
     def unregister_checkpoint(self, checkpoint_name: str, force: bool = False) -> None:
@@ -116,29 +122,44 @@ class ParameterServer:
         self._published.discard(checkpoint_name)
         if publisher is not None:
             publisher.close()
-            self._pool.delete(self._key(checkpoint_name, self._rank))
 
     def gather_metas(self, checkpoint_name: str, *, timeout: timedelta = timedelta(minutes=10)) -> None:
-        """Waits until every rank has called it. DeadlineExceeded."""
+        """Waits until every rank of this run has called it, as often as this one for that name. DeadlineExceeded."""
         publisher = self._publishers.get(checkpoint_name)
         tensors = []
         for whole in publisher.source.manifest.wholes if publisher is not None and publisher.source is not None else ():
-            numel = 1
-            for n in whole.shape:
-                numel *= n
-            aligned = -(-numel * DTYPES[whole.dtype] // _ALIGN) * _ALIGN
+            nbytes = math.prod(whole.shape) * getattr(torch, whole.dtype).itemsize
+            aligned = -(-nbytes // _ALIGN) * _ALIGN
             tensors.append([whole.name, whole.dtype, list(whole.shape), aligned])
         mine = {"device": self._device(), "tensors": tensors}
-        self._pool.put(self._key(checkpoint_name, self._rank), json.dumps(mine))
-        self._metas, self._devices = {}, []
-        deadline = time.monotonic() + timeout.total_seconds()
-        for rank in range(self._world):
-            key = self._key(checkpoint_name, rank)
-            self._pool.wait(key, max(0.0, deadline - time.monotonic()))
-            found = json.loads(self._pool.get(key))
-            self._devices.append(found["device"])
-            if found["tensors"]:
-                self._metas[rank] = _metas(found["tensors"])
+        found = self._meet(checkpoint_name, json.dumps(mine), timeout.total_seconds())
+        self._devices = [each["device"] for each in found]
+        self._metas = {rank: _metas(each["tensors"]) for rank, each in enumerate(found) if each["tensors"]}
+
+    def _meet(self, name: str, mine: str, timeout_s: float) -> list[dict[str, Any]]:
+        """What each rank brings, when all are here. What lies in the pool may be of a run that has crashed: a rank is
+        here when it has written down the number that this one has drawn for this meeting."""
+        count = self._gathered[name] = self._gathered.get(name, 0) + 1
+        place = f"checkpoint-engine/{quote(name, safe='')}/{count}/"
+        deadline, ttl_s = time.monotonic() + timeout_s, timeout_s + 60  # nobody reads it after that
+        number, written = os.urandom(8).hex(), None
+        self._pool.put(f"{place}{self._rank}/{number}", mine, ttl_s=ttl_s)
+        while True:
+            texts = [self._pool.get(f"{place}{rank}", default=None) for rank in range(self._world)]
+            records = [{"number": None, "saw": []} if text is None else json.loads(text) for text in texts]
+            records[self._rank] = {"number": number, "saw": [number] * self._world}
+            saw = [record["number"] for record in records]
+            if saw != written:
+                self._pool.put(f"{place}{self._rank}", json.dumps({"number": number, "saw": saw}), ttl_s=ttl_s)
+                written = saw
+            absent = [
+                rank for rank, record in enumerate(records) if record["saw"][self._rank : self._rank + 1] != [number]
+            ]
+            if not absent:
+                return [json.loads(self._pool.get(f"{place}{rank}/{drawn}")) for rank, drawn in enumerate(saw)]
+            if time.monotonic() > deadline:
+                raise tm.DeadlineExceeded(f"gather_metas({name!r}): no ranks {absent[:10]} within {timeout_s} s")
+            time.sleep(_POLL_S)
 
     def get_metas(self) -> dict[int, dict[str, Any]]:
         """Of the ranks that have something: what checkpoint-engine calls MemoryBufferMetaList, as a dict."""
@@ -176,9 +197,6 @@ class ParameterServer:
 
     def _current(self, name: str) -> int:
         return weights.contents(name, pool=self._pool).version
-
-    def _key(self, name: str, rank: int) -> str:
-        return f"checkpoint-engine/{name}/{rank}"
 
     def _device(self) -> str:
         """As checkpoint-engine calls a GPU; without one, this host and rank."""
@@ -245,7 +263,7 @@ class Worker:
     def _follow(self, wanted: Handle) -> None:
         pool = tm.Pool(wanted.address, pool=wanted.pool)
         try:
-            wholes = tensors_of_version(wanted.name, pool=pool)
+            wholes = weights.tensors_of_version(wanted.name, pool=pool)
             tensors = {whole.name: torch.empty(whole.shape, dtype=getattr(torch, whole.dtype)) for whole in wholes}
             subscriber = weights.Subscriber(wanted.name, tensors, flip="swap", pool=pool, **self._options)
         except BaseException:
@@ -255,7 +273,7 @@ class Worker:
 
     def _fits(self, name: str) -> bool:
         pool, tensors, _ = self._followed[name]
-        published = {(w.name, w.shape, w.dtype) for w in tensors_of_version(name, pool=pool)}
+        published = {(w.name, w.shape, w.dtype) for w in weights.tensors_of_version(name, pool=pool)}
         return published == {(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
 
     def _drop(self, name: str) -> None:
@@ -299,12 +317,15 @@ class WorkerExtension:
 
         if (worker := getattr(self, "_tm_worker", None)) is None:
             worker = self._tm_worker = Worker()
+            weakref.finalize(self, worker.close)  # also at the process's end
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
 
         def load(tensors: Named) -> None:
             initialize_layerwise_reload(model)
-            model.load_weights(iter(tensors))
-            finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
+            try:
+                model.load_weights(iter(tensors))
+            finally:  # layers that were not loaded have what they had
+                finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
 
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             worker.update(next(iter(zmq_handles.values())), run=load)

@@ -33,6 +33,7 @@ class _Request:
     first: int = 0  # which block the first of them is
     saved: int = 0  # blocks that need not be saved (any more)
     loaded: bool = False  # the workers have been told to load what was matched
+    aside: bool = False  # while the request waits
 
 
 class Scheduler:
@@ -76,6 +77,8 @@ class Scheduler:
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         """Loads of requests that start, and saves of all blocks that are full after this step."""
+        for number in self._aside:
+            self._requests[number].aside = True
         made = Metadata(aside=[(number, self._load(self._requests[number])) for number in self._aside])
         self._aside = []
         for data in scheduler_output.new_requests:
@@ -116,7 +119,8 @@ class Scheduler:
         return [tuple(int(page) for page in pages) for pages in zip(*grouped, strict=True)]
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
-        """False: what was to be saved is, its blocks may go."""
+        """Whether workers say when its blocks may go (``get_finished``): they were to load some of them aside, and may
+        still do so. What was to be saved is."""
         state = self._requests.pop(request.request_id, None)
         self._aside = [number for number in self._aside if number != request.request_id]
         if state is not None and state.matched:
@@ -124,7 +128,7 @@ class Scheduler:
                 self._pool.unpin(self._settings.keys(state.matched), timeout=self._settings.timeout_s)
             except tm.Error as error:
                 logger.warning("TensorRT-LLM unpin: %s: %s", type(error).__name__, error)
-        return False
+        return state is not None and state.aside
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids: Sequence[Sequence[int]]) -> bool:
         return self.request_finished(request, cache_block_ids[0] if cache_block_ids else [])

@@ -45,13 +45,18 @@ class Settings:
         )
 
     @property
+    def name(self) -> str:
+        """Of the model, wherever a server has it."""
+        return os.path.basename(self.model.rstrip("/"))
+
+    @property
     def prefix(self) -> str:
-        model = quote(os.path.basename(self.model.rstrip("/")), safe="")
+        model = quote(self.name, safe="")
         return f"tensorrt_llm/{quote(self.namespace, safe='')}/{model}/{self.tokens_per_block}x{self.ranks}/"
 
     def hashes(self, tokens: Sequence[int], salt: str) -> list[str]:
         """Names of the full blocks of ``tokens``; each covers all tokens up to its end, and ``salt``."""
-        root = root_hash(model=self.model, fingerprint=self.prefix, cache_salt=salt)
+        root = root_hash(model=self.name, fingerprint=self.prefix, cache_salt=salt)
         return [digest.hex() for digest in page_hashes(root, tokens, self.tokens_per_block)]
 
     def key(self, block: str, rank: int) -> str:

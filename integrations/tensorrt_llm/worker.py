@@ -36,7 +36,8 @@ class Worker:
         self._device: int | None = None
         self._threads = ThreadPoolExecutor(2, "tm-trtllm-load")
         self._aside: dict[int, Future[None]] = {}
-        self._asked: set[int] = set()  # requests that TensorRT-LLM has asked about, and not been told of
+        self._asked: set[int] = set()  # requests whose loads TensorRT-LLM has asked about, and not been told of
+        self._finished: set[int] = set()  # requests that are over, likewise
 
     # --- the cache ---
 
@@ -149,15 +150,23 @@ class Worker:
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Saves are over: whoever is asked about is done. Loads aside: those that have ended; the error of one that has
-        failed is raised."""
+        """(requests that are over, and no load writes to their blocks any more; requests whose loads aside have ended).
+        Each once, now or later. The error of a load that has failed is raised, unless its request is over. Saves are
+        over anyway."""
         self._asked |= set(started_loading_req_ids)
-        loaded = [number for number in self._asked if number not in self._aside or self._aside[number].done()]
-        self._asked -= set(loaded)
-        for number in loaded:
-            if (load := self._aside.pop(number, None)) is not None:
+        self._finished |= set(finished_gen_req_ids)
+        ended = {number for number, load in self._aside.items() if load.done()}
+        loaded = {number for number in self._asked if number in ended or number not in self._aside}
+        finished = {number for number in self._finished if number in ended or number not in self._aside}
+        self._asked -= loaded
+        self._finished -= finished
+        for number in ended & (loaded | finished):
+            load = self._aside.pop(number)
+            if number not in finished:
                 load.result()
-        return list(finished_gen_req_ids), loaded
+            elif (error := load.exception()) is not None:
+                logger.info("TensorRT-LLM load of a request that is over: %s: %s", type(error).__name__, error)
+        return sorted(finished), sorted(loaded)
 
     def close(self) -> None:
         """What is under way ends before."""

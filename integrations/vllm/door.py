@@ -183,6 +183,9 @@ class Door:
         except tm.Error as error:
             logger.warning("a call was refused: %s: %s", type(error).__name__, error)
             line.ended = True
+        except Exception as error:  # of one call; the door stays open for the others
+            logger.warning("a call made an error", exc_info=error)
+            line.ended = True
         if line.ended:
             self._lines.discard(line)
             with contextlib.suppress(KeyError, ValueError):

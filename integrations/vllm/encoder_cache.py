@@ -30,12 +30,12 @@ class _Fetch:
 
 
 class EncoderOutputs:
-    """Of one model and tenant. An output is a sealed object ``vllm-ec/<tenant>/<model>/<identifier>``, a tensor
-    [embeddings, hidden size]; vLLM's identifier is a hash of the input, with the tower's LoRA."""
+    """Of one model and tenant. An output is a sealed object ``vllm-ec/<tenant>/<model>/<dtype>/<identifier>``, a tensor
+    [embeddings, hidden size]; vLLM's identifier is a hash of the input, with the tower's LoRA. dtype: the model's."""
 
-    def __init__(self, pool: tm.Pool, model: str, tenant: str, timeout_s: float) -> None:
+    def __init__(self, pool: tm.Pool, model: str, tenant: str, timeout_s: float, dtype: str = "any") -> None:
         self._pool, self.timeout_s = pool, timeout_s
-        self._prefix = f"vllm-ec/{quote(tenant, safe='')}/{quote(model, safe='')}/"
+        self._prefix = "/".join(["vllm-ec", *(quote(part, safe="") for part in (tenant, model, dtype)), ""])
 
     def key(self, identifier: str) -> str:
         return self._prefix + quote(identifier, safe="")
@@ -94,7 +94,11 @@ class Fetcher:
         return known
 
     def _fetch(self, name: str, count: int) -> torch.Tensor | None:
-        found = self._outputs.get(name)
+        try:
+            found = self._outputs.get(name)
+        except Exception as error:  # whatever it is, the scheduler goes on, and the input is encoded
+            logger.warning("an encoder output was not loaded: %s: %s", type(error).__name__, error)
+            return None
         if found is not None and (found.dim() != 2 or found.shape[0] != count):
             logger.warning("an encoder output is %s, not of %d embeddings: not used", tuple(found.shape), count)
             return None

@@ -19,16 +19,19 @@ class MooncakeECConnector(ECConnectorBase):
     for ``timeout_s`` at most; what is not there, or cannot be had, the consumer encodes itself.
 
     ``ec_connector_extra_config``: ``tenant`` ("default"), ``model`` (its name in keys), ``address`` of a node or name
-    of this host's ``pool``, ``timeout_s`` (5).
+    of this host's ``pool``, ``timeout_s`` (5). Unsupported with ``weight_transfer_config``: nothing would say which
+    weights made an output.
     """
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
+        if getattr(vllm_config, "weight_transfer_config", None) is not None:
+            raise tm.Unsupported("weight_transfer_config: outputs in the pool would be those of other weights")
         extra = dict(getattr(vllm_config.ec_transfer_config, "ec_connector_extra_config", None) or {})
         model = str(extra.get("model") or model_name(vllm_config.model_config))
-        outputs = EncoderOutputs(
-            make_pool(extra), model, str(extra.get("tenant", "default")), positive(extra, "timeout_s", 5)
-        )
+        tenant, timeout_s = str(extra.get("tenant", "default")), positive(extra, "timeout_s", 5)
+        dtype = str(getattr(vllm_config.model_config, "dtype", "any")).removeprefix("torch.")
+        outputs = EncoderOutputs(make_pool(extra), model, tenant, timeout_s, dtype)
         self._outputs: EncoderOutputs | None = outputs
         self._fetcher = Fetcher(outputs) if role == ECConnectorRole.SCHEDULER and self.is_consumer else None
         self._rank = 0

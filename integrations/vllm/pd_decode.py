@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class HostPages(PageAllocator):
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
+        self._guard = threading.Lock()
         self._offered: list[int] = []
         self._held: set[int] = set()
 
@@ -37,21 +39,21 @@ class HostPages(PageAllocator):
         """They are vLLM's again when it hears of the session's end."""
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        with self._lock:
+        with self._guard:
             self._held.update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
-        with self._lock:
+        with self._guard:
             self._held.difference_update(pages)
 
     def quiet(self, pages: Iterable[int]) -> bool:
         """Whether nobody can write to any of them."""
-        with self._lock:
+        with self._guard:
             return self._held.isdisjoint(pages)
 
     @property
     def quarantined(self) -> int:
-        with self._lock:
+        with self._guard:
             return len(self._held)
 
 

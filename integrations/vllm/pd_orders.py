@@ -59,15 +59,16 @@ class PDPlace:
     incarnation: str
 
 
-def prompt_digest(request: Any) -> bytes | None:
-    """What decides the content of a prompt's blocks but the model: tokens, LoRA, cache salt, multi-modal inputs. None:
-    the prompt is not tokens."""
+def prompt_digest(request: Any, model: str) -> bytes | None:
+    """What decides the content of a prompt's blocks: the model, tokens, LoRA, cache salt, multi-modal inputs. None: the
+    prompt is not tokens."""
     tokens = request.prompt_token_ids
     if tokens is None or getattr(request, "prompt_embeds", None) is not None:
         return None
     lora = getattr(request, "lora_request", None)
     features = getattr(request, "mm_features", None) or ()
     said = [
+        model,
         "" if lora is None else str(lora.lora_name),
         str(getattr(request, "cache_salt", None) or ""),
         *(str(feature.identifier) for feature in features),

@@ -58,7 +58,7 @@ class PDScheduler:
         if not self._may_receive or not params.get("do_remote_prefill") or request.request_id in self._done:
             return 0, False
         count = request.num_prompt_tokens - computed
-        if count <= 0 or prompt_digest(request) is None:
+        if count <= 0 or prompt_digest(request, self._settings.model) is None:
             return 0, False
         try:
             remote_of(params)
@@ -74,7 +74,7 @@ class PDScheduler:
         if external and name in self._asked_for:
             skip = self._asked_for.pop(name)
             total = -(-request.num_prompt_tokens // self._settings.block_size)
-            digest = prompt_digest(request)
+            digest = prompt_digest(request, self._settings.model)
             assert digest is not None
             self._done.add(name)
             self._receiving.add(name)
@@ -90,7 +90,7 @@ class PDScheduler:
                 )
             )
         elif self._may_send and params.get("do_remote_decode") and name not in self._sending:
-            digest = prompt_digest(request)
+            digest = prompt_digest(request, self._settings.model)
             if digest is None:
                 logger.warning("%s is not sent: its prompt is not tokens", name)
                 return

@@ -29,9 +29,12 @@ class Ask:
         """(rank, ask). InvalidArgument if the message is none."""
         try:
             rank, size, skip = int(message["rank"]), int(message["size"]), int(message["skip"])
-            ask = cls(line, bytes(message["ticket"]), size, skip, bytes(message["digest"]))
-        except (KeyError, TypeError, ValueError) as error:
+            ticket, digest = message["ticket"], message["digest"]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise tm.InvalidArgument(f"not a call for a prompt: {error!r}") from error
+        if not isinstance(ticket, bytes) or not isinstance(digest, bytes):
+            raise tm.InvalidArgument("not a call for a prompt: ticket and digest are bytes")
+        ask = cls(line, ticket, size, skip, digest)
         if not 0 <= rank < size or skip < 0:
             raise tm.InvalidArgument(f"not a call for a prompt: rank {rank} of {size}, from {skip}")
         return rank, ask
@@ -98,9 +101,11 @@ class Transfer:
             return self._claimed
 
     def _compare(self) -> None:
-        """It ends if decode has asked for another prompt."""
+        """It ends if decode has asked for another prompt, or of another model."""
         if self.total and self.dead is None and any(ask.digest != self.digest for ask in self.asks.values()):
-            self.dead = tm.InvalidArgument(f"transfer {self.id}: prefill has another prompt than decode")
+            self.dead = tm.InvalidArgument(
+                f"transfer {self.id}: prefill has another prompt, or another model, than decode"
+            )
 
     def _complete(self) -> bool:
         return bool(self.asks) and len(self.asks) == next(iter(self.asks.values())).size

@@ -85,6 +85,10 @@ class MooncakePoolConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self.scheduler.build(scheduler_output)
 
+    def reset_cache(self) -> bool | None:
+        """At ``reset_prefix_cache(reset_connector=True)``; see `PoolScheduler.reset`."""
+        return self.scheduler.reset()
+
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler.received(connector_output.finished_recving or ())
 

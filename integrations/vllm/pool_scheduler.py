@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +41,7 @@ class _Known:
     saved: int = 0  # blocks, from the first on, that workers were told to store
     told: bool = False  # of any
     loading: list[bytes] = field(default_factory=list)  # hashes
+    stale: bool = False  # what its blocks hold was computed before `reset`
 
 
 class PoolScheduler:
@@ -47,6 +50,8 @@ class PoolScheduler:
     The pool is asked on another thread. A request whose answer is not there in time is asked about again at the next
     step, until ``lookup_timeout_s``; then, and when the pool cannot be asked, nothing of it is there. Hits are whole
     blocks that all ranks' pages are there for; they leave a token to compute, and are pinned until they are loaded.
+
+    After `reset` blocks go by other names, which only this scheduler knows.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class PoolScheduler:
         self._lookup_s = settings.seconds("lookup_timeout_s", 2)
         self._pin_s = settings.seconds("timeout_s", 10) + self._lookup_s
         self._prefixes: list[str] = []
+        self._generation = b""  # in the names of blocks, after a reset
         self._threads = ThreadPoolExecutor(4, "tm-vllm-lookup")
         self._asked: dict[str, _Asked] = {}
         self._tried: dict[str, int] = {}  # loads that were ordered, by the request's preemptions
@@ -102,7 +108,7 @@ class PoolScheduler:
         if asked is None or (asked.first, asked.last) != (first, last) or (asked.hits.done() and now >= asked.until):
             if now < self._rest_until:
                 return 0, False
-            hashes = [bytes(each) for each in request.block_hashes[first:last]]
+            hashes = self._names(request, first, last)
             until = now + self._lookup_s
             asked = self._asked[name] = _Asked(first, last, self._threads.submit(self._look, hashes), until)
             try:
@@ -145,7 +151,7 @@ class PoolScheduler:
         if not external or asked is None:
             return
         end = asked.first + external // self._settings.block_size
-        known.loading = [bytes(each) for each in request.block_hashes[asked.first : end]]
+        known.loading = self._names(request, asked.first, end)
         self._tried[name] = request.num_preemptions
         self._meta.loads.append(Order(name, known.loading, blocks[asked.first : end]))
 
@@ -154,17 +160,36 @@ class PoolScheduler:
         meta, self._meta = self._meta, PoolMeta()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in self._known]
         for name in meta.preempted:
-            self._known[name].saved = 0
+            self._known[name].saved, self._known[name].stale = 0, False
         for name, progress in self._steps.scheduled(output):
             known = self._known[name]
-            hashes = known.request.block_hashes
-            end = min(progress.computed // self._settings.block_size, len(hashes), len(progress.blocks))
-            if end > known.saved:
+            count = len(known.request.block_hashes)
+            end = min(progress.computed // self._settings.block_size, count, len(progress.blocks))
+            if end > known.saved and not known.stale:
                 start, known.saved, known.told = known.saved, end, True
-                parent = bytes(hashes[start - 1]) if start else None
-                fresh = [bytes(each) for each in hashes[start:end]]
+                parent = self._names(known.request, start - 1, start)[0] if start else None
+                fresh = self._names(known.request, start, end)
                 meta.saves.append(Order(name, fresh, progress.blocks[start:end], parent))
         return meta
+
+    def _names(self, request: Any, first: int, last: int) -> list[bytes]:
+        """What blocks ``first`` to ``last`` go by: vLLM's hashes and, after a reset, its generation."""
+        hashes = [bytes(each) for each in request.block_hashes[first:last]]
+        if not self._generation:
+            return hashes
+        return [hashlib.blake2b(each, digest_size=32, key=self._generation).digest() for each in hashes]
+
+    def reset(self) -> bool:
+        """The model has other weights, say: nothing that is in the pool by now is taken any more, and nothing that was
+        computed before goes there. Other engines keep what they have; from here on nothing is shared with them.
+        False, and nothing is done, while blocks are being loaded."""
+        if any(known.loading for known in self._known.values()):
+            return False
+        self._generation = os.urandom(16)
+        self._asked.clear()
+        for known in self._known.values():
+            known.stale = True
+        return True
 
     def received(self, names: Iterable[str]) -> None:
         """These loads have ended on all ranks."""
@@ -185,7 +210,8 @@ class PoolScheduler:
             logger.debug("unpin: %s", error)
 
     def finished(self, request: Any) -> bool:
-        """Whether its blocks are being stored: then workers say when they are free."""
+        """Whether its blocks are being stored: then workers say when they are free. They do not of a request that is
+        being loaded: vLLM keeps its blocks until the load has ended, and workers say only that."""
         name = request.request_id
         self._asked.pop(name, None)
         self._tried.pop(name, None)
@@ -196,6 +222,7 @@ class PoolScheduler:
         if known.loading:
             self._meta.cancelled.append(name)
             self._release(known)
+            return False
         return known.told
 
     def close(self) -> None:

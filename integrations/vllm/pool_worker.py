@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from torch_mooncake.kv import PoolKV, PrefixLoad, PrefixStore
 
 if TYPE_CHECKING:
     import torch
-
-_PAUSE_S = 0.5  # beyond its deadline a store is not waited for: it has ended
 
 
 @dataclass
@@ -41,8 +40,8 @@ class PoolWorker:
         self._kv: PoolKV | None = None
         self._loads: dict[str, _Load] = {}
         self._stores: dict[str, list[PrefixStore]] = {}
-        self._finished: set[str] = set()
-        self._received: set[str] = set()
+        self._finished: set[str] = set()  # requests that are over, and whose blocks are not yet
+        self._cancelled: set[str] = set()  # of those, or about to be: ones whose load gives the blocks back
         self._failed_blocks: set[int] = set()
         self.stores_failed = 0
 
@@ -60,7 +59,13 @@ class PoolWorker:
         """Before anybody writes into the blocks of preempted requests: nothing reads them any more."""
         for name in meta.preempted:
             for store in self._stores.get(name, ()):
-                store.wait(self._timeout_s + _PAUSE_S)
+                self._settle(store)
+
+    def _settle(self, store: PrefixStore) -> None:
+        """Returns when it reads no block any more. It ends by itself, shortly after its deadline at the latest."""
+        while store.state == "pending":
+            with contextlib.suppress(tm.Error):  # a failed one has been counted; a late one is waited for again
+                store.wait(self._timeout_s)
 
     def load(self, meta: PoolMeta) -> None:
         """Begins this step's loads, and ends those of cancelled requests."""
@@ -70,6 +75,7 @@ class PoolWorker:
             if (load := self._loads.get(name)) is not None:
                 load.cancelled = True
                 self._threads.submit(_cancel, load.begun)
+            self._cancelled.add(name)
 
     def _begin(self, order: Order) -> PrefixLoad:
         assert self._kv is not None
@@ -101,17 +107,22 @@ class PoolWorker:
 
     def results(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
         """(requests whose blocks are stored, of those that have ``finished``; requests whose loads have ended). Each
-        once."""
-        self._finished.update(name for name in finished if name in self._stores)
-        sent = {name for name in self._finished if all(store.state != "pending" for store in self._stores[name])}
-        for name in sent:
-            del self._stores[name]
-        self._finished -= sent
-        for name in [name for name, load in self._loads.items() if self._ended(load)]:
+        once, and a request whose load was cancelled as received only: vLLM frees its blocks at the first of the two.
+        So nothing that is received is still being stored."""
+        self._finished.update(name for name in finished if name in self._stores or name in self._cancelled)
+        received = {name for name, load in self._loads.items() if self._stored_all(name) and self._ended(load)}
+        for name in received:
             del self._loads[name]
-            self._received.add(name)
-        received, self._received = self._received, set()
+        over = {name for name in self._finished if name not in self._loads and self._stored_all(name)}
+        for name in over:
+            self._stores.pop(name, None)
+        sent = over - self._cancelled
+        self._finished -= over
+        self._cancelled -= over
         return sent, received
+
+    def _stored_all(self, name: str) -> bool:
+        return all(store.state != "pending" for store in self._stores.get(name, ()))
 
     def _ended(self, load: _Load) -> bool:
         """Whether no byte of it lands any more; then its blocks that are not whole are known."""
@@ -141,14 +152,17 @@ class PoolWorker:
         return failed
 
     def close(self) -> None:
-        for load in self._loads.values():
-            _cancel(load.begun)
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for stores in self._stores.values():
-            for store in stores:
-                store.wait(self._timeout_s + _PAUSE_S)
-        if self._pool is not None:
-            self._pool.close()
+        """Ends loads, and waits for stores to end."""
+        try:
+            for load in self._loads.values():
+                _cancel(load.begun)
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            for stores in self._stores.values():
+                for store in stores:
+                    self._settle(store)
+        finally:
+            if self._pool is not None:
+                self._pool.close()
 
 
 def _cancel(begun: Future[PrefixLoad]) -> None:

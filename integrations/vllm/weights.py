@@ -19,6 +19,7 @@ Importing this module registers the backend. It needs vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -203,12 +204,18 @@ class MooncakeTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerIni
 
     def send_weights(self, step: int | None = None) -> None:
         """Publishes the tensors as they are now and, on rank 0, has every worker take them. DeadlineExceeded, or what
-        the client raises: a worker that could not has the weights that it had."""
+        the client raises: a worker that could not has the weights that it had, others may have the new ones, and the
+        next call goes on from there."""
         published = self.publisher.publish(step=step, timeout=self._info.timeout_s)
         if not self.is_sender:
             return
         self.client.start_weight_update()
-        self.client.update_weights(asdict(UpdateInfo(published.serial, self._info.timeout_s)))
+        try:
+            self.client.update_weights(asdict(UpdateInfo(published.serial, self._info.timeout_s)))
+        except BaseException:
+            with contextlib.suppress(Exception):  # workers that have failed have ended their session, and say so
+                self.client.finish_weight_update()
+            raise
         self.client.finish_weight_update()
         self.version = published.serial
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import recording
 from places import ROOT
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
+
+import torch_mooncake
 
 PROGRAMS = ("transformers", "lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm", "vllm")
 ADAPTERS = ("lmcache", "lmdeploy", "ray", "sglang", "tensorrt_llm", "transformers", "vllm")
@@ -34,13 +38,14 @@ print(sorted(set(sys.modules) & {{"torch", *{PROGRAMS}}}))
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [*ADAPTERS, "checkpoint_engine"])
 def test_they_stand_on_the_public_api(name: str):
-    """No private name of the library's, and none of its native core."""
+    """What they import of the library its documents name; nothing of its native core."""
     place = ROOT / "integrations" / name
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     for file in files:
         text = file.read_text()
+        assert not [what for what in imported(text) if not public(*what)], file
         assert "_core" not in text, file
         assert "._client(" not in text, file
 
@@ -50,6 +55,47 @@ def test_no_module_is_long():
     lines = {file: len(file.read_text().splitlines()) for file in (ROOT / "integrations").rglob("*.py")}
     assert any("mooncake_compat" in file.parts for file in lines)
     assert {file: n for file, n in lines.items() if n > 400} == {}
+
+
+def imported(text: str) -> list[tuple[str, str]]:
+    """(module, name) of what is imported from the library, but from its adapters."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+    ours = [(module, name) for module, name in found if module.partition(".")[0] == "torch_mooncake"]
+    return [each for each in ours if not f"{each[0]}.{each[1]}".startswith("torch_mooncake.integrations")]
+
+
+def public(module: str, name: str) -> bool:
+    """A module that `dir` of the package tells, and a name that it exports, if it says what it does."""
+    inner = module.removeprefix("torch_mooncake").removeprefix(".")
+    if name.startswith("_") or (inner and inner not in dir(torch_mooncake)):
+        return False
+    if not inner:
+        return not name or name in dir(torch_mooncake)
+    exported = getattr(importlib.import_module(module), "__all__", None)
+    return not name or exported is None or name in exported
+
+
+def test_what_is_private_is_seen():
+    source = """
+import torch_mooncake as tm
+import torch_mooncake.weights.sources
+from torch_mooncake import _core, Pool
+from torch_mooncake.integrations import _memory
+from torch_mooncake.weights import Publisher, arena
+from torch_mooncake.weights.files import Share
+"""
+    private = [what for what in imported(source) if not public(*what)]
+    assert sorted(private) == [
+        ("torch_mooncake", "_core"),
+        ("torch_mooncake.weights", "arena"),
+        ("torch_mooncake.weights.files", "Share"),
+        ("torch_mooncake.weights.sources", ""),
+    ]
 
 
 def test_a_row_of_the_table_is_replaced_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import abc
 import hashlib
 import importlib.util
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -163,7 +164,9 @@ class Host:
         )
 
     def finish(self, request: Request, blocks: list[int]) -> None:
-        assert self.scheduler.request_finished(request, blocks) is False
+        if self.scheduler.request_finished(request, blocks):
+            for worker in self.workers:
+                assert worker.get_finished([request.request_id], []) == ([request.request_id], [])
         self.free += blocks
 
     def close(self) -> None:
@@ -322,6 +325,44 @@ def test_a_load_aside_that_fails_is_raised_when_it_is_asked_for(host: Any, monke
         eventually(lambda: worker.get_finished([], next(asked, []))[1])
     assert worker.get_finished([7], []) == ([7], [])
     tm.close()
+
+
+def test_blocks_of_a_request_that_ends_during_its_load_are_kept_until_it_is_over(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TM_TRTLLM_ASYNC", "1")
+    server, other = host(), host()
+    server.run(Request(1, list(range(20))))
+    request = Request(2, list(range(20)))
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
+    other.scheduler.update_state_after_alloc(request, [0, 1, 2, 3, 4])
+    worker, gate = other.workers[0], threading.Event()
+    load = worker._load
+
+    def later(loads: Any, before: Any = None) -> None:
+        if loads:
+            assert gate.wait(20)
+        load(loads, before)
+
+    worker._load = later
+    worker.bind_connector_meta(other.scheduler.build_connector_meta(SchedulerOutput()))
+    worker.start_load_kv(None)
+    assert worker.get_finished([], [2]) == ([], [])
+    assert other.scheduler.request_finished(request, [0, 1, 2, 3, 4])
+    assert worker.get_finished([2, 9], []) == ([9], [])
+    gate.set()
+    said: list[Any] = []
+    assert eventually(lambda: said.append(worker.get_finished([], [])) or said[-1][0])
+    assert said[-1] == ([2], [2])
+    assert worker.get_finished([], []) == ([], [])
+
+
+def test_a_model_has_one_name_wherever_it_lies(host: Any):
+    server, other = host(model="/here/m"), host(model="/there/m/")
+    server.run(Request(1, list(range(20))))
+    request = Request(2, list(range(20)))
+    assert other.holds(request, other.run(request))
+    assert other.computed == [4]
 
 
 class Theirs(abc.ABC):

@@ -22,7 +22,10 @@ from torch_mooncake.integrations.vllm.door import Door, Line, call, split_addres
 from torch_mooncake.integrations.vllm.encoder_cache import EncoderOutputs, Fetcher, take
 from torch_mooncake.integrations.vllm.pd_decode import HostPages
 from torch_mooncake.integrations.vllm.pd_orders import prompt_digest
+from torch_mooncake.integrations.vllm.pd_transfer import Ask
+from torch_mooncake.integrations.vllm.pool_orders import PoolMeta
 from torch_mooncake.integrations.vllm.settings import Settings
+from torch_mooncake.kv import PrefixStore
 
 PROMPT = [(7 * i * i + 3 * i) % 509 for i in range(22)]  # five full blocks and a half one
 Make = Callable[..., Host]
@@ -227,6 +230,16 @@ def test_other_prompt_other_life_and_nobody(make: Make, caplog: pytest.LogCaptur
     assert decode.serve(wrong)[0] == 0
 
 
+def test_prefill_of_another_model_is_refused(make: Make, caplog: pytest.LogCaptureFixture):
+    """Of the same shape: its keys and values would fit."""
+    prefill, decode = make("pd", role="kv_producer", model="one"), make("pd", role="kv_consumer", model="two")
+    _, params = prefill.serve(Request("p", PROMPT, sends()))
+    request = Request("d", PROMPT, to_decode(params))
+    decode.start(request)
+    failed(decode, request)
+    assert "another prompt, or another model" in caplog.text
+
+
 def test_prefill_is_aborted(make: Make):
     prefill, decode = make("pd", role="kv_producer"), make("pd", role="kv_consumer")
     request, wanted = Request("p", PROMPT, sends("t")), Request("d", PROMPT, asks(prefill, "t"))
@@ -354,13 +367,13 @@ def test_settings_that_cannot_be_carried():
 
 
 def test_digest_of_a_prompt():
-    same = prompt_digest(Request("a", PROMPT))
-    assert same == prompt_digest(Request("b", list(PROMPT)))
+    same = prompt_digest(Request("a", PROMPT), "m")
+    assert same == prompt_digest(Request("b", list(PROMPT)), "m")
     others = [Request("c", PROMPT[:-1]), Request("d", PROMPT, cache_salt="x")]
     others.append(Request("e", PROMPT, lora_request=type("L", (), {"lora_name": "l"})))
     others.append(Request("f", PROMPT, mm_features=[type("F", (), {"identifier": "i"})]))
-    assert len({same, *map(prompt_digest, others)}) == 5
-    assert prompt_digest(Request("g", None)) is None
+    assert len({same, prompt_digest(others[0], "m2"), *(prompt_digest(each, "m") for each in others)}) == 6
+    assert prompt_digest(Request("g", None), "m") is None
 
 
 def test_pages_of_the_host():
@@ -401,6 +414,33 @@ def test_door_takes_calls_of_its_token_only():
                 split_address(wrong)
     finally:
         door.close()
+
+
+def test_call_that_makes_an_error_ends_and_the_door_stays(caplog: pytest.LogCaptureFixture):
+    heard: list[dict[str, Any]] = []
+
+    def hear(line: Line, message: dict[str, Any]) -> None:
+        heard.append({"odd": message["odd"]})
+
+    door = Door("127.0.0.1", 0, "", hear, lambda line: None)
+    odd = call(door.address, "", {"kind": "ask"}, 5)
+    assert eventually(lambda: odd.heard() == [] and odd.ended)
+    assert "a call made an error" in caplog.text
+    friend = call(door.address, "", {"odd": 1}, 5)
+    assert eventually(lambda: heard == [{"odd": 1}])
+    for line in (odd, friend):
+        line.close()
+    door.close()
+
+
+def test_call_for_a_prompt_is_taken_apart():
+    said = {"rank": 0, "size": 1, "skip": 0, "ticket": b"t", "digest": b"d"}
+    line: Any = object()
+    assert Ask.of(line, said) == (0, Ask(line, b"t", 1, 0, b"d"))
+    wrong: list[dict[str, Any]] = [{"ticket": 1 << 40}, {"digest": 7}, {"ticket": [1]}, {"rank": 1}, {"size": "two"}]
+    for other in [{**said, **each} for each in wrong] + [{"rank": 0, "size": 1}, {**said, "skip": float("inf")}]:
+        with pytest.raises(tm.InvalidArgument):
+            Ask.of(line, other)
 
 
 def test_line_hears_what_the_door_says_and_its_end():
@@ -513,6 +553,25 @@ def test_preempted_request_that_is_aborted_is_reported_as_promised(make: Make, p
     host.until(lambda: host.sent == {"a": 1})
 
 
+def test_store_that_outlives_its_deadline_is_waited_for(make: Make, pool_env: PoolEnv):
+    worker = make("pool", timeout_s=0.2).workers[0]
+    gate = threading.Event()
+
+    def slow() -> int:
+        assert gate.wait(20)
+        raise tm.DeadlineExceeded("late")
+
+    worker._stores["a"] = [PrefixStore(slow, [1], 0, worker._stored)]
+    waiting = threading.Thread(target=worker.preempted, args=(PoolMeta(preempted=["a"]),))
+    waiting.start()
+    waiting.join(1.5)  # several times the deadline
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert worker._stores["a"][0].state == "timeout"
+
+
 def test_load_of_an_aborted_request_is_reported_once(make: Make, pool_env: PoolEnv):
     first, second = make("pool"), make("pool")
     stored(first, Request("a", PROMPT))
@@ -522,6 +581,69 @@ def test_load_of_an_aborted_request_is_reported_once(make: Make, pool_env: PoolE
     second.finish(request, "FINISHED_ABORTED")
     second.until(lambda: second.received == {"b": 1})
     assert not second.failed
+
+
+def test_request_that_was_stored_and_is_loaded_when_it_ends_is_reported_once(make: Make, pool_env: PoolEnv):
+    """As received, and not before no byte lands in its blocks any more."""
+    host = make("pool", tp=2)
+    request = Request("a", PROMPT)
+    host.start(request)
+    host.step(request, 0, 9)
+    host.step(preempted_req_ids={"a"})
+    host.free += host.held.pop("a")
+    request.num_preemptions = 1
+    gate = threading.Event()
+    held_up = host.workers[1]
+    begin = held_up._begin
+
+    def later(order: Any) -> Any:
+        assert gate.wait(20)
+        return begin(order)
+
+    held_up._begin = later
+    assert host.start(request) == 2 * BLOCK
+    host.loads.append("a")
+    host.until(lambda: host.received == {"a": 1})  # of the rank that is not held up
+    host.finish(request, "FINISHED_ABORTED")
+    for _ in range(3):
+        host.step()
+    assert "a" in host.held
+    gate.set()
+    host.until(lambda: host.received == {"a": 2})
+    host.step()
+    assert host.all_free
+    assert host.sent == {}
+    assert not host.workers[0]._stores
+
+
+def test_after_a_reset_nothing_from_before_is_taken_or_stored(make: Make, pool_env: PoolEnv):
+    """As when the weights have changed."""
+    host, other = make("pool"), make("pool")
+    stored(host, Request("a", PROMPT))
+    running = Request("b", [1, *PROMPT])
+    host.start(running)
+    host.step(running, 0, 9)
+    assert host.scheduler.reset()
+    host.step(running, 9, len(running.prompt_token_ids or ()) - 9, new=False)  # behind blocks of the old weights
+    host.finish(running)
+    host.until(lambda: host.all_free)
+    assert stored(host, Request("c", PROMPT))[0] == 0
+    assert stored(host, Request("d", [1, *PROMPT]))[0] == 0
+    assert stored(host, Request("e", PROMPT))[0] == 5 * BLOCK  # its own
+    assert stored(other, Request("f", PROMPT))[0] == 5 * BLOCK  # of those weights
+    assert stored(other, Request("g", [1, *PROMPT]))[0] == 2 * BLOCK
+
+
+def test_reset_while_blocks_are_loaded_is_refused(make: Make, pool_env: PoolEnv):
+    first, second = make("pool"), make("pool")
+    stored(first, Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    external = second.ask(request)
+    second.allocate(request, external)
+    assert not second.scheduler.reset()
+    second.step()
+    second.wait(request)
+    assert second.scheduler.reset()
 
 
 def test_pool_that_does_not_answer_costs_the_reuse(make: Make, pool_env: PoolEnv, caplog: pytest.LogCaptureFixture):
@@ -620,9 +742,10 @@ def test_encoder_output_is_made_once(outputs: EncoderOutputs):
     made = torch.randn(6, HEADS)
     assert outputs.put("cat", made)
     assert outputs.put("cat", torch.zeros(6, HEADS))  # sealed: the first stays
-    other = EncoderOutputs(tm.Pool(), "a/model", "another", 5)
-    assert other.get("cat") is None
-    other.close()
+    for how in (("another", 5), ("tenant", 5, "bfloat16")):
+        other = EncoderOutputs(tm.Pool(), "a/model", *how)
+        assert other.get("cat") is None
+        other.close()
     fetcher = Fetcher(EncoderOutputs(tm.Pool(), "a/model", "tenant", 5))
     request = WithImages("r", Feature("cat", 2, 6), Feature("dog", 9, 4))
     assert eventually(lambda: fetcher.available(request, 0))
@@ -654,6 +777,16 @@ def test_encoder_output_of_another_size_or_kind_is_made_again(outputs: EncoderOu
     assert not fetcher.has("dog")
     assert "not used" in caplog.text
     assert "no encoder output" in caplog.text
+    fetcher._threads.shutdown()
+
+
+def test_encoder_output_that_cannot_be_read_at_all(outputs: EncoderOutputs, caplog: pytest.LogCaptureFixture):
+    fetcher = Fetcher(outputs)
+    request = WithImages("r", Feature("", 2, 6))
+    outputs.key = lambda identifier: 7  # type: ignore[assignment,method-assign,return-value]  # not a key: TypeError
+    assert eventually(lambda: fetcher.available(request, 0))
+    assert not fetcher.has("")
+    assert "an encoder output was not loaded" in caplog.text
     fetcher._threads.shutdown()
 
 

@@ -45,7 +45,7 @@ def config(
 ) -> tuple[Any, Any]:
     """(what the connectors read of a VllmConfig, of a KVCacheConfig)."""
     transfer = SimpleNamespace(
-        kv_connector_extra_config={"model": "a-model", **extra},
+        kv_connector_extra_config={"model": "a-model"} | extra,
         kv_load_failure_policy=policy,
         is_kv_producer=role in ("kv_producer", "kv_both"),
         is_kv_consumer=role in ("kv_consumer", "kv_both"),
@@ -141,6 +141,7 @@ class Host:
         self.received: dict[str, int] = {}
         self.failed: set[int] = set()
         self.finished_ids: set[str] = set()
+        self.ended: set[str] = set()  # requests
         self.loads: list[str] = []  # requests whose blocks came from elsewhere
 
     # ---- a step
@@ -176,7 +177,7 @@ class Host:
         for worker in self.workers:
             worker.load(meta)
             worker.end() if self.kind == "pd" else worker.save(meta)
-        over = set()
+        over, sent_now = set(), []
         for worker in self.workers:
             sent, received = worker.results(finished)
             self.failed |= worker.failed_blocks()
@@ -185,9 +186,12 @@ class Host:
                     counts[name] = counts.get(name, 0) + 1
                     assert counts[name] <= self.tp, f"{name} was reported twice"
             over |= {name for name in received if self.received[name] == self.tp}
+            sent_now += [name for name in sent if self.sent[name] == self.tp]
         if over:
             self.scheduler.received(over)
-        for name in [name for name, ranks in self.sent.items() if ranks == self.tp and name in self.held]:
+        for name in [name for name in over if name in self.ended]:  # as vLLM does: at the first report, and only then
+            self._give_back(name)
+        for name in sent_now:
             self._give_back(name)
 
     def _compute(self, rank: int, layer: int, request: Any, computed: int, count: int) -> None:
@@ -241,10 +245,11 @@ class Host:
 
     def finish(self, request: Request, how: str = "FINISHED_LENGTH_CAPPED") -> dict[str, Any] | None:
         request.status = SimpleNamespace(name=how)
-        waiting = request.request_id in self.loads and request.request_id not in self.received
+        waiting = request.request_id in self.loads and self.received.get(request.request_id, 0) < self.tp
         ended = self.scheduler.finished(request)
         held, params = ended if isinstance(ended, tuple) else (ended, None)
         self.finished_ids.add(request.request_id)
+        self.ended.add(request.request_id)
         if not held and not waiting:
             self._give_back(request.request_id)
         return params

@@ -19,11 +19,13 @@ weights.share(model)                                  # move its tensors into sh
 weights.describe(model, layout)                       # which part of which global tensor this process holds
 weights.compare(sources, targets)                     # do these manifests fit those?
 weights.contents("policy")                            # what is published, by whom, and who has it
+weights.Together([weights.Checkpoint(mine), extra])   # what one rank has in several places, for its Publisher
+weights.tensors_of_version("policy")                  # name, shape and dtype of all tensors
 """
 
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.bring import Torn
-from torch_mooncake.weights.contents import Contents, contents
+from torch_mooncake.weights.contents import Contents, contents, tensors_of_version
 from torch_mooncake.weights.describe import describe
 from torch_mooncake.weights.files import Checkpoint
 from torch_mooncake.weights.formats import Fp8Blocks, Fp8Channels
@@ -36,6 +38,7 @@ from torch_mooncake.weights.share import share
 from torch_mooncake.weights.sources import Stream
 from torch_mooncake.weights.subscribe import Subscription, Update, subscribe
 from torch_mooncake.weights.subscriber import Subscriber
+from torch_mooncake.weights.together import Together
 
 __all__ = [
     "Checkpoint",
@@ -54,6 +57,7 @@ __all__ = [
     "Stream",
     "Subscriber",
     "Subscription",
+    "Together",
     "Torn",
     "Update",
     "compare",
@@ -62,4 +66,5 @@ __all__ = [
     "publish",
     "share",
     "subscribe",
+    "tensors_of_version",
 ]

@@ -108,32 +108,6 @@ class Stream(Source):
             raise LayoutMismatch(f"declared, and did not come (or came twice): {', '.join(list(views)[:10])}")
 
 
-class Together(Source):
-    """Several sources as one. InvalidArgument if two of them have the same tensor."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = tuple(sources)
-        wholes: list[Whole] = []
-        locals_: list[Local] = []
-        pieces: list[Piece] = []
-        aliases: dict[str, str] = {}
-        for source in sources:
-            manifest = source.manifest
-            if twice := sorted({whole.name for whole in wholes} & manifest.names):
-                raise InvalidArgument(f"two sources have the tensor {twice[0]!r}")
-            moved = (len(wholes), len(locals_))
-            pieces += [p._replace(whole=p.whole + moved[0], local=p.local + moved[1]) for p in manifest.pieces()]
-            wholes += manifest.wholes
-            locals_ += manifest.locals
-            aliases |= manifest.aliases
-        self.manifest = Manifest.of(wholes, locals_, pieces, aliases)
-
-    def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
-        for source in self._sources:
-            source.fill(engine, arena, slot, first)
-            first += len(source.manifest.locals)
-
-
 def local_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of this process's memory, by name: of a DTensor, its local shard."""
     found = tensors_of(model_or_state_dict)

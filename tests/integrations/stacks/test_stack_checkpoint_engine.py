@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,37 @@ def test_ranks_that_hold_files_and_tensors(inference: Inference, tmp_path: Path)
             joiner.update("nothing", ask)
     for server in servers:
         server.close()
+
+
+def test_ranks_meet_those_of_their_own_run_each_time(inference: Inference):
+    """A run that was killed after it had met has left all that it wrote; the next one goes by the same names."""
+
+    def gather(server: ParameterServer) -> threading.Thread:
+        thread = threading.Thread(target=server.gather_metas, args=("policy",))
+        thread.start()
+        return thread
+
+    def names(server: ParameterServer) -> dict[int, list[str]]:
+        found = {rank: MemoryBufferMetaList.model_validate(metas) for rank, metas in server.get_metas().items()}
+        return {rank: [m.name for m in metas.memory_buffer_metas_list[0].metas] for rank, metas in found.items()}
+
+    for run in ("old", "new"):
+        servers = [ParameterServer(rank=rank, world_size=2) for rank in range(2)]
+        for rank, server in enumerate(servers):
+            server.register_checkpoint("policy", named_tensors={f"{run}{rank}": torch.ones(3)})
+        for _ in range(2):
+            first = gather(servers[0])
+            first.join(0.5)
+            assert first.is_alive()  # the other has not called it
+            second = gather(servers[1])
+            for thread in (first, second):
+                thread.join(30)
+                assert not thread.is_alive()
+            assert [names(server) for server in servers] == [{0: [f"{run}0"], 1: [f"{run}1"]}] * 2
+        with pytest.raises(tm.DeadlineExceeded, match=r"no ranks \[1\]"):
+            servers[0].gather_metas("policy", timeout=timedelta(seconds=0.1))
+        for server in servers:
+            server.close()
 
 
 def test_another_checkpoint_under_the_same_name(inference: Inference):

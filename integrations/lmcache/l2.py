@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -85,10 +86,15 @@ class PoolL2Adapter(L2AdapterInterface):
         task = next(self._ids)
 
         def run() -> None:
-            found = self._attempt(kind, call)
-            with self._lock:
-                self._done[kind][task] = otherwise if found is None else found
-            self._events[kind].notify()
+            found = None
+            try:
+                found = self._attempt(kind, call)
+            except Exception:  # nobody else would hear of it
+                logger.exception("LMCache L2 %s", kind)
+            finally:
+                with self._lock:
+                    self._done[kind][task] = otherwise if found is None else found
+                self._events[kind].notify()
 
         self._threads.submit(run)
         return task
@@ -103,8 +109,8 @@ class PoolL2Adapter(L2AdapterInterface):
     # --- what they do ---
 
     def _store(self, keys: list[Any], objects: list[Any]) -> Any:
-        names = self._names(keys)
-        there = self._pool.exists(names, timeout=self._timeout_s)
+        names, left = self._names(keys), self._countdown()
+        there = self._pool.exists(names, timeout=left())
         new = [i for i, known in enumerate(there) if not known]
         outcomes = self._blobs.put_from(
             [names[i] for i in new],
@@ -112,7 +118,7 @@ class PoolL2Adapter(L2AdapterInterface):
             metas=[{"dtypes": _dtypes(objects[i].get_dtypes())} for i in new],
             sealed=True,
             replicas=self._replicas,
-            timeout=self._timeout_s,
+            timeout=left(),
         )
         failed = self._failures("store", outcomes)
         stored = [i for i, outcome in zip(new, outcomes, strict=True) if not isinstance(outcome, Exception)]
@@ -123,7 +129,8 @@ class PoolL2Adapter(L2AdapterInterface):
 
     def _look(self, keys: list[Any], layouts: dict[int, Any]) -> Any:
         """Which are there, as expected; all of these are pinned."""
-        found = self._blobs.look(self._names(keys), timeout=self._timeout_s)
+        left = self._countdown()
+        found = self._blobs.look(self._names(keys), timeout=left())
         self._failures("lookup", found)
         good = [
             i
@@ -131,7 +138,7 @@ class PoolL2Adapter(L2AdapterInterface):
             if not isinstance(each, Exception) and _fits(layouts.get(key.object_group_id), each[1])
         ]
         names = self._names([keys[i] for i in good])
-        pinned = self._pool.exists_prefix(names, pin_s=_PIN_S, timeout=self._timeout_s) if names else 0
+        pinned = self._pool.exists_prefix(names, pin_s=_PIN_S, timeout=left()) if names else 0
         return _bitmap(len(keys), good[:pinned])
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
@@ -146,9 +153,9 @@ class PoolL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         def go() -> None:
-            names = self._names(keys)
-            sizes = self._blobs.nbytes(names, timeout=self._timeout_s)
-            gone = self._pool.delete(names, timeout=self._timeout_s)
+            names, left = self._names(keys), self._countdown()
+            sizes = self._blobs.nbytes(names, timeout=left())
+            gone = self._pool.delete(names, timeout=left())
             removed = [
                 (key, nbytes)
                 for key, nbytes, was in zip(keys, sizes, gone, strict=True)
@@ -176,6 +183,11 @@ class PoolL2Adapter(L2AdapterInterface):
             f"{quote(key.cache_salt, safe='')}/{key.chunk_hash.hex()}"
             for key in keys
         ]
+
+    def _countdown(self) -> Callable[[], float]:
+        """What is left of the time of one task, whose calls share it: at least 10 ms."""
+        end = time.monotonic() + self._timeout_s
+        return lambda: max(0.01, end - time.monotonic())
 
     def _failures(self, what: str, outcomes: Sequence[Any]) -> int:
         failed = [each for each in outcomes if isinstance(each, Exception) and not isinstance(each, tm.KeyNotFound)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from typing import Any
 from urllib.parse import quote
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 import torch_mooncake as tm
 from torch_mooncake.integrations.sglang import host_pages
@@ -20,7 +22,8 @@ class PoolHiCache(HiCacheStorage):
     Keys are ``sglang/<namespace>/<model>/<layout>/<rank>/<SGLang's page hash>``; SGLang's hash covers all tokens up to
     the page's end, ``extra_key`` (LoRA) and ``cache_salt``. The layout is a digest of what a page's bytes look like, so
     that engines whose pages differ do not meet. With ``should_split_heads`` a page is one object for each of the ranks
-    of ``tp_lcm_size``, and engines of different TP share.
+    of ``tp_lcm_size``, and engines of different TP share. All ranks of an MLA model have one page, but what they cut
+    among them (mamba states, the cache of a draft model that is not MLA) is named by each rank.
 
     Extra config: ``namespace`` (the tenant; "default"), ``address`` ("host:7400"; the default is that of TM_*),
     ``replicas``, ``timeout_s`` (10). Every call ends in time; what fails is a miss, and logged.
@@ -32,23 +35,25 @@ class PoolHiCache(HiCacheStorage):
         self._stored = Objects(tm.Pool(extra.get("address")), "SGLang HiCache", timeout_s, replicas)
         model = quote(storage_config.model_name or "model", safe="")
         self._base = f"sglang/{quote(str(extra.get('namespace', 'default')), safe='')}/{model}/"
-        self._layouts: dict[int, str] = {}
+        self._layouts: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.registered_pools: dict[Any, Any] = {}
-        self._ranks = _ranks(storage_config)
+        self._ranks, self._own = _ranks(storage_config), _own(storage_config)
+        self._replicated = bool(storage_config.is_mla_model)
 
     # --- pages, zero copy ---
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Whether each page is there now."""
-        return self._set_pages(self.mem_pool_host, keys, host_indices, "")
+        return self._pages(PoolName.KV, keys, host_indices, self._stored.write)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Whether each page was read whole; the slots of one that was not have unspecified content."""
-        return self._get_pages(self.mem_pool_host, keys, host_indices, "")
+        return self._pages(PoolName.KV, keys, host_indices, self._stored.read)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there with all that belongs to them."""
-        return self._stored.leading(self._names(self.mem_pool_host, keys, "")) // len(self._ranks)
+        names = self._stored.attempt("exists", lambda: self._names(PoolName.KV, keys), [])
+        return self._stored.leading(names) // len(self._ranks) if names else 0
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -56,24 +61,29 @@ class PoolHiCache(HiCacheStorage):
     # --- several host pools (hybrid models) ---
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {each.name: self._transfer(each, self._set_pages) for each in transfers}
+        return {each.name: self._transfer(each, self._stored.write) for each in transfers}
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {each.name: self._transfer(each, self._get_pages) for each in transfers}
+        return {each.name: self._transfer(each, self._stored.read) for each in transfers}
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Every prefix that all pools can serve; the longest is the hit. Pools of BLOCK_GROUPS are a second form of the
-        pages: what their whole groups cover, from the first on, is told beside it and does not shorten it."""
+        pages: what their whole groups cover, from the first on, is told beside it and does not shorten it. Nothing is
+        there when one of the pools is not known, or its policy."""
+        nothing = PoolTransferResult(0, {}, [])
+        return self._stored.attempt("exists", lambda: self._exists(keys, pool_transfers or [], extra_info), nothing)
+
+    def _exists(self, keys: list[str], transfers: list[Any], extra_info: Any) -> Any:
         logical = getattr(self.mem_pool_host, "kv_buffer", None) is None  # it only owns indices
         pages = len(keys) if logical else self.batch_exists(keys, extra_info)
         hits: dict[Any, int] = {"kv": pages} if pages else {}
         usable = set(range(1, pages + 1))
-        for each in pool_transfers or []:
+        for each in transfers:
             if each.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 if covered := self._covered(each, len(keys)):
                     hits[each.name] = covered
                 continue
-            there = self._stored.there(self._names(self._host_pool(each.name), keys[:pages], str(each.name)))
+            there = self._stored.there(self._names(each.name, keys[:pages]))
             if each.hit_policy == PoolHitPolicy.ALL_PAGES:
                 run = there.index(False) if False in there else pages
                 good = set(range(1, run + 1))
@@ -91,14 +101,11 @@ class PoolHiCache(HiCacheStorage):
         """Pages that the leading whole groups stand for: ``group_pages`` keys of the transfer for ``block_pages``."""
         if each.block_pages <= 0 or each.group_pages <= 0 or not each.keys:
             raise tm.InvalidArgument(f"{each.name}: block groups need block_pages, group_pages and keys")
-        names = self._names(self._host_pool(each.name), each.keys, str(each.name))
-        groups = self._stored.leading(names) // each.group_pages
+        groups = self._stored.leading(self._names(each.name, each.keys)) // each.group_pages
         return int(min(groups * each.block_pages, pages))
 
     def _transfer(self, each: Any, call: Any) -> list[bool]:
-        part = "" if str(each.name) == "kv" else str(each.name)
-        done: list[bool] = call(self._host_pool(each.name), each.keys or [], each.host_indices, part)
-        return done
+        return self._pages(each.name, each.keys or [], each.host_indices, call)
 
     def _host_pool(self, name: Any) -> Any:
         if str(name) == "kv":
@@ -138,46 +145,54 @@ class PoolHiCache(HiCacheStorage):
 
     # --- inside ---
 
-    def _layout(self, host_pool: Any, part: str) -> str:
+    def _layout(self, host_pool: Any, parts: int) -> str:
         """A digest of what a page of the host pool looks like."""
-        if id(host_pool) not in self._layouts:
+        if host_pool not in self._layouts:
             import torch
 
             page = torch.arange(getattr(host_pool, "logical_page_size", host_pool.page_size))
-            parts = 1 if part else len(self._ranks)
             _, sizes = host_pages.spans(host_pool, page, parts)
             text = f"{host_pages.form(host_pool)} {sizes[: len(sizes) // parts]}"
-            self._layouts[id(host_pool)] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return self._layouts[id(host_pool)]
+            self._layouts[host_pool] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._layouts[host_pool]
 
-    def _names(self, host_pool: Any, keys: list[str], part: str) -> list[str]:
-        """The objects of each page, those of one page together."""
+    def _ranks_of(self, pool: Any, host_pool: Any) -> list[str]:
+        """Whose a page of the host pool is."""
+        name = str(pool)
+        if name == "kv":
+            return self._ranks
+        drafts = name in ("draft", "draft_swa") and isinstance(host_pool, MHATokenToKVPoolHost)
+        return self._ranks[:1] if self._replicated and name != "mamba" and not drafts else [self._own]
+
+    def _names(self, pool: Any, keys: list[str]) -> list[str]:
+        """The objects of each page, those of one page together. InvalidArgument: the pool was not registered;
+        Unsupported: its layout cannot be cut."""
         if not keys:
             return []
-        prefix = f"{self._base}{self._layout(host_pool, part)}{'/' + part if part else ''}/"
-        return [f"{prefix}{rank}/{key}" for key in keys for rank in (self._ranks if not part else self._ranks[:1])]
+        host_pool = self._host_pool(pool)
+        ranks = self._ranks_of(pool, host_pool)
+        part = "" if str(pool) == "kv" else f"/{pool}"
+        prefix = f"{self._base}{self._layout(host_pool, len(ranks))}{part}/"
+        return [f"{prefix}{rank}/{key}" for key in keys for rank in ranks]
 
-    def _objects(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> tuple[list[str], list[list[Piece]]]:
-        names = self._names(host_pool, keys, part)
-        addresses, sizes = host_pages.spans(host_pool, indices, 1 if part else len(self._ranks))
-        if not names or len(addresses) % len(names):
+    def _objects(self, pool: Any, keys: list[str], indices: Any) -> tuple[list[str], list[list[Piece]]]:
+        names, host_pool = self._names(pool, keys), self._host_pool(pool)
+        addresses, sizes = host_pages.spans(host_pool, indices, len(names) // len(keys))
+        if len(addresses) % len(names):
             raise tm.LayoutMismatch(f"{len(addresses)} pieces of memory do not make {len(names)} objects")
         each = len(addresses) // len(names)
         pieces = list(zip(addresses, sizes, strict=True))
         return names, [pieces[i * each : (i + 1) * each] for i in range(len(names))]
 
-    def _set_pages(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> list[bool]:
-        return self._pages(host_pool, keys, indices, part, self._stored.write)
-
-    def _get_pages(self, host_pool: Any, keys: list[str], indices: Any, part: str) -> list[bool]:
-        return self._pages(host_pool, keys, indices, part, self._stored.read)
-
-    def _pages(self, host_pool: Any, keys: list[str], indices: Any, part: str, call: Any) -> list[bool]:
+    def _pages(self, pool: Any, keys: list[str], indices: Any, call: Any) -> list[bool]:
+        """Whether each was written, or read; none if it cannot be said where they lie."""
         if not keys:
             return []
-        names, pieces = self._objects(host_pool, keys, indices, part)
-        done = call(names, pieces)
-        each = len(names) // len(keys)
+        objects = self._stored.attempt(f"pages of {pool}", lambda: self._objects(pool, keys, indices), None)
+        if objects is None:
+            return [False] * len(keys)
+        done = call(*objects)
+        each = len(done) // len(keys)
         return [all(done[i * each : (i + 1) * each]) for i in range(len(keys))]
 
     def _flat(self, key: str) -> str:
@@ -185,17 +200,24 @@ class PoolHiCache(HiCacheStorage):
 
 
 def _ranks(config: Any) -> list[str]:
-    """Whose page an object is: one name, or one for each part of the heads."""
-    stage = f"pp{config.pp_rank}of{config.pp_size}" if config.pp_size > 1 else ""
+    """Whose page an object of the KV cache is: one name, or one for each part of the heads."""
     if config.is_mla_model:
         shard = f"dcp{config.dcp_rank}of{config.dcp_size}" if config.dcp_size > 1 else "mla"
-        if config.attn_cp_size > 1:
-            shard += f"cp{config.attn_cp_rank}of{config.attn_cp_size}"
-        return [shard + stage]
+        return [shard + _stage(config)]
     if config.should_split_heads:
         parts = config.tp_lcm_size // config.tp_size
-        return [f"tp{config.tp_rank * parts + i}of{config.tp_lcm_size}{stage}" for i in range(parts)]
-    return [f"tp{config.tp_rank}of{config.tp_size}{stage}"]
+        return [f"tp{config.tp_rank * parts + i}of{config.tp_lcm_size}{_stage(config)}" for i in range(parts)]
+    return [_own(config)]
+
+
+def _own(config: Any) -> str:
+    """The name of what no other rank has."""
+    return f"tp{config.tp_rank}of{config.tp_size}{_stage(config)}"
+
+
+def _stage(config: Any) -> str:
+    context = f"cp{config.attn_cp_rank}of{config.attn_cp_size}" if config.attn_cp_size > 1 else ""
+    return context + (f"pp{config.pp_rank}of{config.pp_size}" if config.pp_size > 1 else "")
 
 
 def _piece(tensor: Any) -> Piece:

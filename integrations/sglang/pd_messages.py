@@ -3,7 +3,7 @@ request is to fill. Frames are a tag and one msgpack value, checked against the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -47,18 +47,30 @@ class Room(msgspec.Struct):
     is_dummy: bool
 
 
+_T = TypeVar("_T", Memory, Room)
+
+
 def encoded(tag: bytes, value: msgspec.Struct) -> list[bytes]:
     return [tag, msgspec.msgpack.encode(value)]
 
 
 def memory_of(frames: list[bytes]) -> Memory:
     """Errors: ValueError for anything that is none."""
-    return msgspec.msgpack.decode(frames[1], type=Memory)
+    return _decoded(frames, Memory)
 
 
 def room_of(frames: list[bytes]) -> Room:
     """Errors: ValueError for anything that is none."""
-    return msgspec.msgpack.decode(frames[1], type=Room)
+    return _decoded(frames, Room)
+
+
+def _decoded(frames: list[bytes], kind: type[_T]) -> _T:
+    if len(frames) != 2:
+        raise ValueError(f"{len(frames)} frames, not a tag and a value")
+    try:
+        return msgspec.msgpack.decode(frames[1], type=kind)
+    except msgspec.MsgspecError as error:  # none of which is a ValueError
+        raise ValueError(f"no {kind.__name__}: {error}") from error
 
 
 def lists(values: Any) -> list[list[int]]:

@@ -36,8 +36,9 @@ class Decoder:
     def __init__(self, engine: tm.Engine, far: Memory, plan: Plan | None, refused: str, timeout_s: float) -> None:
         self.far, self.refused = far, refused
         self._plan, self._engine, self._timeout_s = plan, engine, timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of who dials or opens, which takes its time
         self._peer: tm.Peer | None = None
+        self._closed = False
         self._opened: dict[int, tm.RemoteRegion] = {}
         self._spans: _memory.Ranges[bytes] = _memory.Ranges()
         for at, nbytes, descriptor in sorted(far.regions):
@@ -54,7 +55,8 @@ class Decoder:
         return self._plan
 
     def write(self, ours: Ours, move: Move) -> tm.Op:
-        """Errors: those of dialling and of ``Engine.write``; OutOfBounds: an address is in no registered memory."""
+        """Errors: those of dialling and of ``Engine.write``; OutOfBounds: an address is in no registered memory;
+        Closed."""
         near = [_slice(ours, at, lambda i: ours.values[i]) for at in move.ours]
         with self._lock:
             far = [_slice(self._spans, at, self._remote) for at in move.theirs]
@@ -65,24 +67,27 @@ class Decoder:
         )
 
     def _remote(self, index: int) -> tm.RemoteRegion:
-        if self._peer is None or not self._peer.alive:
+        if not self._closed and (self._peer is None or not self._peer.alive):
             self._opened.clear()
             self._peer = dial(self._engine, self.far.addresses, self.far.engine, self._timeout_s)
+        if self._closed or self._peer is None:
+            if self._peer is not None:
+                self._peer.close()  # again, if it was there to be closed
+            raise tm.Closed("the decode rank has gone, or has told of other memory", peer=self.far.engine)
         if index not in self._opened:
             self._opened[index] = self._peer.open(self._spans.values[index], timeout=self._timeout_s)
         return self._opened[index]
 
     def alive(self) -> bool:
-        """Not known to be gone."""
-        with self._lock:
-            return self._peer is None or self._peer.alive
+        """Not known to be gone. At once, whoever dials."""
+        peer = self._peer
+        return peer is None or peer.alive
 
     def close(self) -> None:
-        with self._lock:
-            if self._peer is not None:
-                self._peer.close()
-            self._peer = None
-            self._opened.clear()
+        """At once: who dials closes what they get."""
+        self._closed = True
+        if (peer := self._peer) is not None:
+            peer.close()
 
 
 def _slice(spans: _memory.Ranges[Any], address: int, region_of: Any) -> Any:

@@ -7,12 +7,14 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import pytest
 import torch
 from lost import lose_node
 from places import COMPAT, ROOT
-from processes import PoolEnv
+from processes import PoolEnv, eventually
 
 import torch_mooncake as tm
 
@@ -218,6 +220,71 @@ def test_engines_of_two_processes(compat_env: dict[str, str], child: Any, host_i
     assert engine.transfer_sync_read(session, memory.at, there, 100) == -1
     assert engine.send_probe(session) == -102
     assert time.monotonic() - started < 15
+
+
+def test_transfers_that_nobody_asks_about_keep_no_memory_registered(
+    compat_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """What was registered for one transfer alone; and of many of them, the oldest are forgotten."""
+    from mooncake import engine as module
+
+    monkeypatch.setattr(module, "_KEPT", 8)
+    engine, there = module.TransferEngine(), mooncake_calls.Memory(MiB)
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(there.at, MiB) == 0
+    session, here = f"127.0.0.1:{engine.get_rpc_port()}", mooncake_calls.Memory(MiB, 7)
+    numbers = []
+    for i in range(32):
+        numbers.append(engine.transfer_submit_write(session, here.at + i * 4096, there.at + i * 4096, 4096))
+        transfer = engine._transfers[numbers[-1]]
+        assert eventually(lambda: all(op.done() for op in transfer._ops))  # noqa: B023
+    assert all(numbers)
+    assert engine._engine.stats()["regions"] <= 2  # its own, and the last one's
+    assert engine.transfer_check_status(numbers[0]) == -1  # forgotten
+    assert [engine.transfer_check_status(number) for number in numbers[-8:]] == [1] * 8
+    assert there.read(0, 32 * 4096) == here.read(0, 32 * 4096)
+    assert engine._engine.stats()["regions"] == 1
+
+
+def test_a_transfer_s_status_is_the_same_for_all_who_ask(compat_env: dict[str, str], child: Any):
+    """While its peer stands still it is under way, whoever else asks, or waits for it."""
+    from mooncake.engine import TransferEngine
+
+    other = child({**compat_env, "TM_HOST_ID": "elsewhere"})
+    _, port, there = other(SERVER)
+    engine, memory = TransferEngine(), mooncake_calls.Memory(MiB)
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    session = f"127.0.0.1:{port}"
+    assert engine.send_probe(session) == 0
+    assert engine.transfer_sync_read(session, memory.at, there, 100) == 0
+    os.kill(other.process.pid, signal.SIGSTOP)
+    try:
+        number = engine.transfer_submit_write(session, memory.at, there, 512 * 1024)
+        assert number > 0
+        with ThreadPoolExecutor(5) as threads:
+            waits = threads.submit(engine.get_batch_transfer_status, [number])
+            for _ in range(20):
+                asked = [threads.submit(engine.transfer_check_status, number) for _ in range(16)]
+                assert {each.result(30) for each in asked} == {0}
+            os.kill(other.process.pid, signal.SIGCONT)
+            assert waits.result(60) == 0
+    finally:
+        os.kill(other.process.pid, signal.SIGCONT)
+    assert engine.transfer_check_status(number) == -1
+
+
+def test_a_transfer_that_is_tried_again_has_no_more_time(compat_env: dict[str, str]):
+    from mooncake._transfers import Transfer
+    from mooncake.engine import TransferEngine
+
+    engine, memory = TransferEngine(), mooncake_calls.Memory(4096)
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(memory.at, 4096) == 0
+    peer = engine._session(f"127.0.0.1:{engine.get_rpc_port()}")
+    sides = [memory.at], [memory.at + 2048], [1024]
+    made = [Transfer(engine._engine, peer, engine._regions, True, *sides, notify=b"", timeout_s=t) for t in (30, 0)]
+    assert [each.begin() for each in made] == [True, False]
+    assert (made[0].wait(), made[0].wait(), made[0].poll()) == (0, 0, 0)
 
 
 def test_a_peer_that_does_not_have_the_token_is_refused(

@@ -159,14 +159,15 @@ TEST_CASE("every connection is cut in the middle: peer_lost in time on both side
 TEST_CASE("a session is lost while its peer is inside a copy: the memory stays in quarantine until that copy is over") {
   auto owner = must(Engine::create(options_for(Way::segment, "owner")));
   Child child(Way::segment, "transfer.copy=sleep:1500@2");
-  constexpr size_t kLong = 40 << 20;  // several steps
+  constexpr size_t kStep = 16 << 20, kLong = 40 << 20;  // three steps
   Memory target(Way::segment, kLong);
   auto region = target.register_in(*owner);
   child.ask("connect p " + owner->addresses().front());
   child.ask("open w p " + to_hex(region->descriptor()));
   child.make("source", kLong, 9);
   child.ask("write source w " + std::to_string(kLong) + " 20000");
-  nap(100);
+  for (auto until = soon(); mismatch(target.data, kStep, 9) < kStep && !until.expired();) nap(1);
+  nap(100);  // the first step is over, the second sleeps
   for (auto& session : owner->rpc().sessions())
     for (auto& lane : session->lanes()) lane->kill(Status(Code::peer_lost, "cut by the test"));
   for (auto until = soon(); child.ask("sessions") != "0" && !until.expired();) nap(1);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +18,8 @@ Registered = _memory.Ranges[tm.Region]
 
 
 class Transfer:
-    """Reads or writes of one call. ``begin`` it, then ``wait``, or ``poll`` until it is over. One thread at a time.
+    """Reads or writes of one call, with one deadline. ``begin`` it, then ``wait``, or ``poll`` until it is over, which
+    any thread may, and all are told the same.
 
     A peer that has taken its memory back and registered it anew is asked once more for what it has; nothing else is
     tried again.
@@ -36,10 +39,14 @@ class Transfer:
         timeout_s: float,
     ) -> None:
         self._engine, self._session, self._regions = engine, session, regions
-        self._write, self._notify, self._timeout_s = write, notify, timeout_s
+        self._write, self._notify = write, notify
+        self._deadline = time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+        self._code: int | None = None
         self._sides = tuple(np.asarray(values, np.int64) for values in (local, remote, lengths))
         self._ops: list[tm.Op] = []
         self._loose: list[tm.Region] = []
+        self._unreleased: list[tm.Error] = []
         self._again = True
 
     def begin(self) -> bool:
@@ -59,11 +66,36 @@ class Transfer:
                 self._again = False
 
     def poll(self) -> int | None:
-        """None: under way; else its code, once."""
-        return self.wait() if all(op.done() for op in self._ops) else None
+        """None: under way; else its code."""
+        if not self._lock.acquire(blocking=False):
+            return self._code  # somebody waits for it
+        try:
+            if self._code is None and all(op.done() for op in self._ops):
+                self._code = self._finish()
+            return self._code
+        finally:
+            self._lock.release()
 
     def wait(self) -> int:
         """0, or -1 when one of its ops has failed; nothing of it is touched from then on."""
+        with self._lock:
+            if self._code is None:
+                self._code = self._finish()
+            return self._code
+
+    def settle(self) -> bool:
+        """Whether its ops are over. What was registered for it alone is not any more then."""
+        if self._code is not None or not self._lock.acquire(blocking=False):
+            return self._code is not None
+        try:
+            over = all(op.done() for op in self._ops)
+            if over:
+                self._release()
+            return over
+        finally:
+            self._lock.release()
+
+    def _finish(self) -> int:
         while True:
             failures = self._end()
             stale = [error for error in failures if isinstance(error, tm.KeyNotFound)]
@@ -88,13 +120,18 @@ class Transfer:
             except tm.Error as error:
                 failures.append(error)
         self._ops = []
+        self._release()
+        failures += self._unreleased
+        self._unreleased = []
+        return failures
+
+    def _release(self) -> None:
         for region in self._loose:
             try:
                 self._engine.deregister(region)
             except tm.Error as error:
-                failures.append(error)
+                self._unreleased.append(error)
         self._loose = []
-        return failures
 
     def _submit(self) -> None:
         ours, theirs, sizes = self._sides
@@ -102,6 +139,9 @@ class Transfer:
             self._session.connected()
             return
         which, far, far_starts = self._session.locate(theirs, sizes)
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise tm.DeadlineExceeded("its time is over", peer=self._session.name)
         near = self._regions
         mine = near.indices(ours, sizes)
         move = self._engine.write if self._write else self._engine.read
@@ -114,7 +154,7 @@ class Transfer:
                 region = near.values[ours_at] if ours_at >= 0 else self._loosely(here, nbytes)
                 a, b = here - start, there - far_starts[theirs_at]
                 pairs.append((region[a : a + nbytes], far[theirs_at][b : b + nbytes]))
-            self._ops.append(move(pairs, timeout=self._timeout_s, notify=self._notify))
+            self._ops.append(move(pairs, timeout=left, notify=self._notify))
             return
         for group in np.unique(groups).tolist():
             chosen = groups == group
@@ -126,7 +166,7 @@ class Transfer:
                     local_offsets=ours[chosen] - near.starts[index],
                     remote_offsets=theirs[chosen] - far_starts[group % len(far)],
                     nbytes=sizes[chosen],
-                    timeout=self._timeout_s,
+                    timeout=left,
                     notify=self._notify,
                 )
             )

@@ -168,6 +168,19 @@ def test_who_must_not_share_does_not(managers: Callable[..., StorageManager], ad
     assert loaded(made, [key(1, cache_salt="a")], small) == []
 
 
+def test_a_task_that_is_given_what_it_cannot_use_ends(
+    managers: Callable[..., StorageManager], adapter: Callable[..., Any], caplog: pytest.LogCaptureFixture
+):
+    """A mistake of the caller's: the task has failed, with its event, and the next one is served."""
+    some, made = objects(managers(), [key(1)]), adapter()
+    assert not stored(made, [key(1), object()], some).is_successful()  # type: ignore[list-item]
+    assert looked(made, [object()]) == []  # type: ignore[list-item]
+    assert loaded(made, [key(1)], [object()]) == []
+    assert caplog.text.count("AttributeError") == 3
+    assert stored(made, [key(1)], some).is_successful()
+    assert looked(made, [key(1)]) == [0]
+
+
 def test_a_lost_node_ends_every_task(
     managers: Callable[..., StorageManager], adapter: Callable[..., Any], pool_env: PoolEnv
 ):

@@ -6,14 +6,20 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from processes import eventually
-from sglang_pd import HEADS, PAGE, PAGES, Other, Side, classes, published, recurrent, whole
+from sglang_pd import HEADS, HOST, PAGE, PAGES, Other, Side, classes, published, recurrent, whole
+
+import torch_mooncake as tm
 
 STACK = ("sglang", "PD managers, senders, receivers and bootstrap server between processes, by its plug-in hook")
 
@@ -165,6 +171,36 @@ def test_requests_at_once(sides: Any):
         assert torch.equal(buffer[tokens([room])], model[tokens([PAGES - 1 - room])])
 
 
+@pytest.mark.parametrize("far", ["decode", "prefill"])
+def test_what_is_no_message_harms_no_request(sides: Any, far: str, caplog: pytest.LogCaptureFixture):
+    """Frames of another program, on the control socket of the side that is here."""
+    from sglang.srt.utils.network import NetworkAddress
+
+    from torch_mooncake.integrations.sglang import pd_messages as messages
+
+    prefill, decode = sides(far=far)
+    here = (prefill if far == "decode" else decode).ranks[0].manager
+    bad = [
+        [tag, value] for tag in (messages.MEMORY, messages.ROOM) for value in (b"", b"\xc1", b"\x90", b"\x81\xa1x\x01")
+    ]
+    bad += [[messages.MEMORY], [b""], [here.kv_status_msg_tag], [here.kv_status_msg_tag, b"x", b"y"], [b"ABORT", b"z"]]
+    for frames in bad:
+        here._send_multipart_locked(NetworkAddress(here.local_ip, here.rank_port).to_tcp(), frames)
+
+    def both(call: str, *arguments: Any) -> Any:
+        return prefill(call, *arguments) if far == "prefill" else getattr(prefill, call)(*arguments)
+
+    both("open", 1, 1, 0)
+    port = prefill.port
+    decode("open", 1, 1, 0, port, [1]) if far == "decode" else decode.open(1, 1, 0, port, [1])
+    both("wait", 1, "WaitingForInput")
+    both("send", 1, [3])
+    assert both("wait", 1, "Success", "Failed") == ["Success"]
+    if far == "decode":
+        assert caplog.text.count("SGLang control message b'TM_MEMORY': ValueError") == 5
+        assert caplog.text.count("SGLang control message b'TM_ROOM': ValueError") == 4
+
+
 def test_a_prefill_that_is_killed(sides: Any):
     """Decode sees it in bounded time, though it was sent a part."""
     prefill, decode = sides()
@@ -208,6 +244,39 @@ def test_a_decode_that_stands_still(sides: Any, monkeypatch: pytest.MonkeyPatch)
         assert re.search("DeadlineExceeded|PeerLost", prefill.why(1)[0])
     finally:
         os.kill(decode.process.pid, signal.SIGCONT)
+
+
+def test_a_decode_rank_that_does_not_answer_a_dial_keeps_nobody_else_waiting():
+    """The control thread asks whether it is alive, and closes it, while a sender waits for it."""
+    from torch_mooncake.integrations.sglang import pd_messages, pd_peer, pd_plan
+
+    published()
+    lists: dict[str, Any] = {name: [] for name in pd_messages.Memory.__struct_fields__}
+    with socket.create_server((HOST, 0)) as silent, tm.Engine(f"tcp://{HOST}:0") as engine:
+        silent.settimeout(30)
+        numbers = dict.fromkeys(("tp_rank", "tp_size", "state_tp_size", "page_size"), 1)
+        address = [f"tcp://{HOST}:{silent.getsockname()[1]}"]
+        far = pd_messages.Memory(
+            **{**lists, **numbers, "engine": "00", "addresses": address, "regions": [(4096, 4096, b"")]}
+        )
+        memory = torch.zeros(4096, dtype=torch.uint8)
+        at = memory.data_ptr()
+        args = SimpleNamespace(kv_data_ptrs=[at], kv_data_lens=[4096], aux_data_ptrs=[], aux_data_lens=[])
+        args.state_data_ptrs = args.state_data_lens = []
+        ours = pd_peer.register(engine, args, reachable=False)
+        decoder = pd_peer.Decoder(engine, far, None, "", timeout_s=10.0)
+        move = pd_plan.Move(np.array([0]), np.array([0]), 64, 64, 64, [at], [4096])
+        with ThreadPoolExecutor(1) as sender:
+            sent = sender.submit(decoder.write, ours, move)
+            connection, _ = silent.accept()  # and say nothing
+            assert decoder.alive()
+            decoder.close()
+            assert not sent.done()  # it waits still
+            connection.close()
+            with pytest.raises((tm.PeerLost, tm.Closed)):
+                sent.result(30)
+        with pytest.raises(tm.Closed, match="other memory"):
+            decoder.write(ours, move)
 
 
 @pytest.mark.parametrize("deferred", ["1", "0"])
@@ -263,8 +332,6 @@ def test_memory_that_is_taken_away_and_given_back(sides: Any):
 
 
 def test_settings_that_it_does_not_know_are_refused(sides: Any, monkeypatch: pytest.MonkeyPatch):
-    import torch_mooncake as tm
-
     monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
     with pytest.raises(tm.Unsupported, match="SGLANG_DISAGG_STAGING_BUFFER"):
         Side("decode", 1)

@@ -23,6 +23,7 @@ from processes import PoolEnv, eventually
 import torch_mooncake as tm
 from torch_mooncake.integrations.tensorrt_llm.connector import check_signatures
 from torch_mooncake.integrations.tensorrt_llm.scheduler import Scheduler
+from torch_mooncake.integrations.tensorrt_llm.settings import salt_of
 from torch_mooncake.integrations.tensorrt_llm.worker import Worker
 
 TOKENS, LAYERS, ELEMENTS = 4, 3, 24
@@ -267,7 +268,8 @@ def test_a_corrupted_block_is_loaded_as_it_is(host: Any):
     request = Request(1, list(range(20)))
     server.run(request)
     pool = tm.init()
-    key = sorted(key for key in pool.keys("tensorrt_llm/") if not key.endswith("/layout"))[0]
+    settings = server.scheduler._settings
+    (key,) = settings.keys(settings.hashes(list(range(20)), salt_of(request) or "")[:1])
     size = pool.info(key).nbytes
     pool.delete(key)
     pool.put(key, bytes(size))

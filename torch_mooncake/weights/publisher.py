@@ -128,7 +128,8 @@ class Publisher:
         DeadlineExceeded: not all ranks came within ``timeout`` seconds; the version before stays the current one.
         LayoutMismatch: a tensor has not the shape any more that it was made with, or lies elsewhere (``in_place``).
         Busy: the version before was not fenced (``in_place``), or all slots are being viewed. Corrupt, IoError: the
-        files of a checkpoint are not what they were when it was described.
+        files of a checkpoint are not what they were when it was described. What kept the checksums of the version before
+        from being made is raised by the next call, before it does anything: that version is read without them.
 
         ``mode``, as rank 0 says: "full" sends all bytes. With "auto" a thread of this process finds what has changed
         since the version before, and that goes over networks in the place of what it is much less than: to subscribers
@@ -140,6 +141,7 @@ class Publisher:
             raise InvalidArgument(f'mode is "auto", "full" or "delta", not {mode!r}')
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
+        self._sums.check()
         version = self.version + 1
         if source is not None:
             if not isinstance(self.source, Share):
@@ -166,9 +168,9 @@ class Publisher:
         else:
             self._room.say_ready(self._rank, self._member.uid, version)
             head = self._await_flip(version, deadline, timeout)
+        self.version = version
         if head.verify or head.base:
             self._sums.make(slot, head)
-        self.version = version
         return Published(version, step, self._memory.manifest.nbytes, time.perf_counter() - started)
 
     def _checked(self) -> dict[str, torch.Tensor]:

@@ -102,6 +102,7 @@ class Upstream:
         self._summed: list[tuple[Route, int, int]] = []  # whose checksums the look brings: route, first chunk, number
         self._known: dict[int, int] = {}  # route: up to which chunk the checksums are known, without a gap
         self._restarts = 0
+        self._row = b""  # what a source's board said of the slot
         self._next_ask = 0.0
 
     def give(self, route: Route) -> None:
@@ -189,7 +190,10 @@ class Upstream:
             if np.abs(versions).max() >= self.version:  # a newer one, or this one, withdrawn
                 raise Superseded
             return []
-        slot = int(slots[0])
+        slot = int(slots[0]) if self.slot is None else self.slot
+        row = header[slot].tobytes()
+        if self.source and row != self._row:  # it makes checksums, or begins to
+            self._row, self.last_news = row, time.monotonic()
         plan, complete, restarts = header[slot, [PLAN, COMPLETE, RESTARTS]].tolist()
         if self.slot is not None and restarts != self._restarts:
             raise Superseded

@@ -3,8 +3,9 @@
 weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
 weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
-weights.direct/<name>/go             the version that the trainer ranks may begin with, and those still being read
-weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
+weights.direct/<name>/go             the attempt at a version that the trainer ranks may begin with, and the versions that
+                                     are still being read
+weights.direct/<name>/ready/<rank>   a trainer rank has the version in its memory, as that attempt wants it
 weights.direct/<name>/fenced         the version that nobody waits for any more
 weights.direct/<name>/head           the current version, its sources and its targets. Replacing it is the publication.
 """
@@ -122,6 +123,7 @@ class Head:
     verify: bool = False  # chunks have checksums
     base: int = 0  # the version that blobs of what changed are made against; 0: there are none
     everywhere: bool = False  # blobs are for nodes of one host, too
+    attempt: str = ""  # see Go
 
     def to_value(self) -> dict[str, Any]:
         return {**self.__dict__, "sources": list(self.sources), "targets": list(self.targets)}
@@ -130,7 +132,17 @@ class Head:
     def from_value(cls, value: dict[str, Any]) -> Head:
         sources, targets = tuple(value["sources"]), tuple(value["targets"])
         return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"],
-                   value["base"], value["everywhere"])  # fmt: skip
+                   value["base"], value["everywhere"], value["attempt"])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Go:
+    """An attempt of all trainer ranks at a version. One that fails is not continued: the next one at the same version
+    is another."""
+
+    version: int
+    attempt: str  # no two have the same
+    kept: tuple[int, ...] = ()  # versions that are still being read
 
 
 class Room:
@@ -197,14 +209,18 @@ class Room:
         """Keep what is known of these only."""
         self._known = {uid: self._known[uid] for uid in uids if uid in self._known}
 
-    def let_go(self, version: int, kept: Sequence[int]) -> None:
-        """The trainer ranks may begin with the version; what they have of ``kept`` is still being read."""
-        self._pool.put(f"{self._prefix}/go", {"version": version, "kept": list(kept)})
+    def let_go(self, go: Go) -> None:
+        """The trainer ranks may begin with it."""
+        self._pool.put(f"{self._prefix}/go", {**go.__dict__, "kept": list(go.kept)})
 
-    def go(self, version: int) -> list[int] | None:
-        """None while they may not."""
+    def call_off(self) -> None:
+        """Nobody begins with the attempt any more, and who has waits no more."""
+        self._pool.delete([f"{self._prefix}/go"])
+
+    def go(self) -> Go | None:
+        """The latest attempt; None: there is none, or it was called off."""
         value = self._pool.get(f"{self._prefix}/go", default=None)
-        return value["kept"] if value is not None and value["version"] == version else None
+        return None if value is None else Go(value["version"], value["attempt"], tuple(value["kept"]))
 
     def say_fenced(self, version: int) -> None:
         """Nobody waits for the version any more."""
@@ -213,13 +229,15 @@ class Room:
     def fenced(self) -> int:
         return int(self._pool.get(f"{self._prefix}/fenced", default=0))
 
-    def say_ready(self, rank: int, uid: str, version: int) -> None:
-        self._pool.put(f"{self._prefix}/ready/{rank}", {"uid": uid, "version": version})
+    def say_ready(self, rank: int, uid: str, attempt: str) -> None:
+        """``attempt``: empty: it is not, after all."""
+        self._pool.put(f"{self._prefix}/ready/{rank}", {"uid": uid, "attempt": attempt})
 
-    def ready(self, rank: int, version: int) -> str | None:
-        """The uid of the trainer rank, when it has the version."""
-        value = self._pool.get(f"{self._prefix}/ready/{rank}", default=None)
-        return value["uid"] if value is not None and value["version"] == version else None
+    def ready(self, world: int, attempt: str) -> list[str | None]:
+        """The uids of the trainer ranks from 1 on, of those that have what the attempt wants."""
+        keys = [f"{self._prefix}/ready/{rank}" for rank in range(1, world)]
+        values = self._pool.get_many(keys, missing="mask")
+        return [value["uid"] if value is not None and value["attempt"] == attempt else None for value in values]
 
 
 @dataclass(frozen=True)

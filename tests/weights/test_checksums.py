@@ -144,5 +144,5 @@ def test_a_source_whose_checksums_never_come_is_lost(opened, monkeypatch: pytest
     subscriber = opened(Subscriber("policy", tensors(0)))
     monkeypatch.setattr(publisher._sums, "make", lambda *_: None)
     publish(publisher, mine, 1)
-    with pytest.raises(tm.PeerLost, match="nothing came from trainer 0 of policy in 0.5 s"):
+    with pytest.raises(tm.PeerLost, match=r"nothing came from trainer 0 of policy in 0\.5 s"):
         subscriber.update(timeout=60)

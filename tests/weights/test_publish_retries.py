@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,8 +43,8 @@ def all_of(ranks: list[Rank], value: float, timeout: float = 30) -> list[tm.Erro
 
 
 @pytest.fixture(params=[False, True], ids=["slots", "in_place"])
-def ranks(opened, request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
-    yield [Rank(opened, at, 3, in_place=request.param) for at in range(3)]
+def ranks(opened, request: pytest.FixtureRequest) -> list[Rank]:
+    return [Rank(opened, at, 3, in_place=request.param) for at in range(3)]
 
 
 def test_what_was_ready_for_a_failed_call_is_not_taken(opened, ranks: list[Rank]):

@@ -3,8 +3,7 @@
 weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
 weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
-weights.direct/<name>/go             the attempt at a version that the trainer ranks may begin with, and the versions that
-                                     are still being read
+weights.direct/<name>/go             the attempt at a version that the trainer ranks may begin with
 weights.direct/<name>/ready/<rank>   a trainer rank has the version in its memory, as that attempt wants it
 weights.direct/<name>/fenced         the version that nobody waits for any more
 weights.direct/<name>/head           the current version, its sources and its targets. Replacing it is the publication.

@@ -132,8 +132,8 @@ class Publisher:
         ranks are to call it again then: what was ready for a call that failed is never part of a later one's version.
         LayoutMismatch: a tensor has not the shape any more that it was made with, or lies elsewhere (``in_place``).
         Busy: the version before was not fenced (``in_place``), or all slots are being viewed. Corrupt, IoError: the
-        files of a checkpoint are not what they were when it was described. What kept the checksums of the version before
-        from being made is raised by the next call, before it does anything: that version is read without them.
+        files of a checkpoint are not what they were when it was described. What kept the last version's checksums from
+        being made is raised by the next call, before it does anything: that version is read without them.
 
         ``mode``, as rank 0 says: "full" sends all bytes. With "auto" a thread of this process finds what has changed
         since the version before, and that goes over networks in the place of what it is much less than: to subscribers

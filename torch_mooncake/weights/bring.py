@@ -157,8 +157,14 @@ class Bringer:
         return frozenset(manifest.locals[i].name for i, found in parts.items() if True in found)
 
     def _those_who_have(self, head: Head, trainers: Sequence[Member | None]) -> list[Member]:
-        """Subscribers that have all of the version; and the trainers, if those together lack something."""
+        """Subscribers that have all of the version; and the trainers, if those together lack something. Of a subset
+        the trainers only: subscribers have more tensors, and do not say which of them were published."""
         found: list[Member] = []
+        if head.subset:
+            found = [member for member in trainers if member is not None]
+            if len(found) < len(trainers):
+                raise NobodyHasIt(f"a trainer that had version {head.version} of the weights has left")
+            return found
         for uid in head.targets:
             member = self._room.member(uid)
             if (

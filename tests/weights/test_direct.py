@@ -174,6 +174,27 @@ def test_a_late_joiner_of_a_subset_gets_what_was_published_only(opened):
     assert torch.equal(mine["w1"], adapter["w1"])
 
 
+def test_the_current_version_is_not_overwritten_before_the_flip(opened, monkeypatch: pytest.MonkeyPatch):
+    """Where all other slots are viewed."""
+    trainer, worker = model(1), model(2)
+    publisher = opened(Publisher("policy", trainer))
+    publisher.publish()
+    published = {name: tensor.clone() for name, tensor in trainer.items()}
+    for tensor in trainer.values():
+        tensor.add_(1)
+    arena = publisher._arena
+    with monkeypatch.context() as viewed:
+        viewed.setattr(arena, "grow", lambda: None)
+        viewed.setattr(arena, "take", lambda slot, timeout: arena.board.version(slot) == 1)
+        with pytest.raises(tm.Busy, match="being viewed"):
+            publisher.publish()
+    assert publisher.version == 1
+    opened(Subscriber("policy", worker)).update(timeout=20)
+    assert same(worker, published)
+    publisher.publish()
+    assert publisher.version == 2
+
+
 def test_several_models_at_once(opened):
     names = ("policy", "critic", "draft")
     trainers = {name: model(i, size=1000 * (i + 1)) for i, name in enumerate(names)}

@@ -245,7 +245,7 @@ class Publisher:
         return sorted(free, key=lambda slot: versions[slot])
 
     def _free_slot(self, kept: set[int]) -> int:
-        """The oldest that nobody needs, else one more, else the oldest that nobody views."""
+        """The oldest that nobody needs, else one more, else the oldest that nobody views; not the current one."""
         if self._arena is None:
             return 0
         for slot in self._unneeded(kept):
@@ -255,6 +255,8 @@ class Publisher:
             return more
         slots = sorted(range(len(self._arena.slots)), key=self._arena.board.version)
         for slot in slots:
+            if self._arena.board.version(slot) == self.version > 0:
+                continue
             if self._arena.take(slot, self._patience_s):
                 return slot
         raise Busy(f"all {len(slots)} slots of {self._room.name!r} are being viewed")

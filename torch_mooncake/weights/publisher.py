@@ -54,8 +54,8 @@ class Publisher:
     memory, there is one copy.) Subscribers of the same host read fastest from shared memory: see ``share``.
 
     ``verify``: chunks have checksums (CRC-32C), made by a thread of this process, and every node that takes one
-    compares; None: where bytes go between hosts. ``patience_s``: a subscriber that is waited for, and shows no progress
-    for so long, is waited for no more. For one thread; a context manager.
+    compares; None: where bytes go between hosts, and with what has changed. ``patience_s``: a subscriber that is waited
+    for, and shows no progress for so long, is waited for no more. For one thread; a context manager.
     """
 
     def __init__(
@@ -286,10 +286,11 @@ class Publisher:
         self._judge(targets, sources)
         takers = [member for member in targets if self._fits[member.uid]]
         hosts = {member.place.host for member in (*sources, *takers)}
+        base = self.version if self._delta(mode, len(hosts)) else 0
         head = Head(
             go.version, step, tuple(member.uid for member in sources), tuple(member.uid for member in takers),
-            self._subset, len(hosts) > 1 if self._verify is None else self._verify,
-            self.version if self._delta(mode, len(hosts)) else 0, mode == "delta", go.attempt,
+            self._subset, len(hosts) > 1 or base > 0 if self._verify is None else self._verify,
+            base, mode == "delta", go.attempt,
         )  # fmt: skip
         self._room.replace_head(head)
         return head

@@ -24,7 +24,7 @@ from torch_mooncake.errors import (
 )
 from torch_mooncake.pool import Version
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, copy_tensors
+from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, check_shapes, copy_tensors
 from torch_mooncake.weights.board import WANTED
 from torch_mooncake.weights.bring import Bringer, Brought, NobodyHasIt, Torn
 from torch_mooncake.weights.delta import Area
@@ -185,22 +185,33 @@ class Subscriber:
                 if left <= 0:
                     raise self._too_late(timeout)
                 self._changed.wait(left)
-            ready, self._ready = self._ready, None
+            ready = self._ready
             self._put_in_place(ready)
+            self._ready = None
             self.version, self.step = ready.head.version, ready.head.step
         return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds, ready.delta_nbytes)
 
     def try_update(self) -> Update | None:
-        """As ``update``, without waiting: None if there is no newer version to be had."""
+        """As ``update``, without waiting for a version: None if there is no newer one to be had. ("direct": it
+        takes the time that the bytes take, 30 s at most.)"""
         if self._flip in ("direct", "view"):
-            head = self._room.head()
-            if self._broken is None and not self._closed and (head is None or head.version <= self.version):
-                return None
-            return self.update()
+            return self._try_now(30)
         with self._changed:
             if self._ready is None and self._error is None and self._broken is None and not self._closed:
                 return None
-        return self.update(timeout=0)
+            return self.update(timeout=0)
+
+    def _try_now(self, timeout: float) -> Update | None:
+        self._raise_what_happened()
+        head = self._room.head()
+        if head is None or head.version <= self.version:
+            return None
+        try:
+            return self._take(head, time.monotonic() + timeout, timeout)
+        except (Superseded, NobodyHasIt, DeadlineExceeded) as error:
+            if self.torn:
+                raise Torn("the model is torn, and the version cannot be had now") from error
+            return None
 
     def _raise_what_happened(self) -> None:
         if self._broken is not None:
@@ -229,8 +240,11 @@ class Subscriber:
 
     def _refer_to(self, views: Mapping[str, torch.Tensor]) -> None:
         aliases = self._memory.manifest.aliases
-        for name, tensor in _own_tensors(self._model).items():
-            tensor.data = views[aliases.get(name, name)]
+        own = _own_tensors(self._model)
+        found = {name: views[root] for name in own if (root := aliases.get(name, name)) in views}
+        check_shapes(own, found, own)
+        for name, tensor in own.items():
+            tensor.data = found[name]
 
     def _run(self) -> None:
         seen: Version | None = None
@@ -328,13 +342,10 @@ class Subscriber:
                         raise Torn(f"the model is torn: {self._too_late(timeout)}") from cause
                     raise self._too_late(timeout) from cause
                 try:
-                    update = self._direct(head) if self._flip == "direct" else self._view(head)
+                    return self._take(head, deadline, timeout)
                 except (Superseded, NobodyHasIt) as error:
                     cause = error
                     time.sleep(min(_LEAST_PAUSE_S, max(0.0, deadline - time.monotonic())))
-                    continue
-                self.version, self.step = head.version, head.step
-                return update
         finally:
             if self._flip == "view":
                 self._memory.board.begin(1)
@@ -349,17 +360,27 @@ class Subscriber:
                 return None
             self._head = self._room.await_head(self._head, min(left, _WAIT_S)) or self._head
 
-    def _direct(self, head: Head) -> Update:
+    def _take(self, head: Head, deadline: float, timeout: float) -> Update:
+        """One attempt at it. Superseded, NobodyHasIt."""
+        update = self._direct(head, deadline, timeout) if self._flip == "direct" else self._view(head)
+        self.version, self.step = head.version, head.step
+        return update
+
+    def _direct(self, head: Head, deadline: float, timeout: float) -> Update:
         self._bringer.check_sources(head)
         before = self.torn
         try:
             self.torn = True
-            brought = self._bringer.bring(head, 0, lambda: self._closed)
+            brought = self._bringer.bring(head, 0, lambda: self._closed or time.monotonic() > deadline)
         except BaseException as error:
+            late = isinstance(error, Cancelled) and not self._closed
+            reason = self._too_late(timeout) if late else error
             progress = self.progress
             self.torn = before or (progress is not None and progress.version == head.version and progress.began)
-            if isinstance(error, Error) and self.torn:
-                raise Torn(f"the model is torn: {error}") from error
+            if isinstance(reason, Error) and self.torn:
+                raise Torn(f"the model is torn: {reason}") from reason
+            if late:
+                raise reason from None
             raise
         self.torn = False
         return Update(head.version, head.step, brought.nbytes, brought.seconds)

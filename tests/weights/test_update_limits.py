@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import eventually
 from test_direct import model, same
 
 import torch_mooncake as tm
@@ -69,3 +70,28 @@ def test_a_model_with_another_shape_by_now_stays_as_it_is(opened, flip: Any):
     assert same(worker, before)
     assert subscriber.update(timeout=20).serial == 1
     assert same(worker, trainer)
+
+
+@pytest.mark.parametrize("error", [tm.PoolUnavailable, tm.DeadlineExceeded])
+def test_a_pool_that_is_away_for_a_while(opened, monkeypatch: pytest.MonkeyPatch, error: Any):
+    trainer, worker = model(1), model(2)
+    publisher = opened(Publisher("policy", trainer))
+    subscriber = opened(Subscriber("policy", worker))
+    told: list[int] = []
+    subscriber._on_version = told.append
+
+    def away(*_: Any) -> Any:
+        raise error("the pool is away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(subscriber._room, "await_head", away)
+        with pytest.raises(error, match="the pool is away"):
+            subscriber.update(timeout=20)
+    publisher.publish()
+    while subscriber.version == 0:
+        try:
+            subscriber.update(timeout=20)
+        except error:  # of the outage
+            pass
+    assert same(worker, trainer)
+    assert eventually(lambda: told == [1])

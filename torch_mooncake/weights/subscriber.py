@@ -168,9 +168,9 @@ class Subscriber:
         """Waits for a version newer than the model's and puts it in place.
 
         The model is as it was when this raises: DeadlineExceeded (no newer version is complete within ``timeout``
-        seconds), PeerLost (a trainer is lost before all had its part; a later call tries again), Corrupt (bytes arrived
-        with wrong checksums, again and again), LayoutMismatch (the first ten differences), Unsupported ("view": no slot
-        of this host has the tensors as they are here), Closed.
+        seconds), PeerLost (a trainer is lost before all had its part; a later call tries again), PoolUnavailable (a
+        later call tries again), Corrupt (bytes arrived with wrong checksums, again and again), LayoutMismatch (the
+        first ten differences), Unsupported ("view": no slot of this host has the tensors as they are here), Closed.
 
         But Torn (``flip="direct"``): it failed on the way, for the reason that is its cause, and the model has parts of
         two versions, as ``torn`` says. The next call that succeeds makes it whole.
@@ -251,13 +251,19 @@ class Subscriber:
         told = 0
         try:
             while not self._closed:
-                found = self._room.await_head(seen, _WAIT_S)
-                head = None if found is None else self._room.head()
-                if head is not None and head.version > self._brought and self._arena is not None:
-                    self._attempt(head)
-                else:
-                    seen = seen if found is None else found
-                version = self._brought if self._arena is not None else head.version if head is not None else 0
+                version = 0
+                try:
+                    found = self._room.await_head(seen, _WAIT_S)
+                    head = None if found is None else self._room.head()
+                    if head is not None and head.version > self._brought and self._arena is not None:
+                        self._attempt(head)
+                    else:
+                        seen = seen if found is None else found
+                    version = self._brought if self._arena is not None else head.version if head is not None else 0
+                except Error as error:
+                    if not error.retryable:
+                        raise
+                    self._pause(error, lambda: False)  # the pool is away; it may come again
                 if self._on_version is not None and version > told:
                     told = version
                     self._on_version(version)
@@ -282,11 +288,7 @@ class Subscriber:
             time.sleep(_MOST_PAUSE_S)
             return
         except (PeerLost, DeadlineExceeded, LayoutMismatch, Corrupt) as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-                newer = _Newer(self._room, head)
-                self._changed.wait_for(lambda: self._closed or newer(), _RETRY_S)
+            self._pause(error, _Newer(self._room, head))
             return
         with self._changed:
             self._error = None
@@ -294,6 +296,14 @@ class Subscriber:
             self._latest = ready.slot
             self._brought = head.version
             self._changed.notify_all()
+
+    def _pause(self, error: Error, over: Callable[[], bool]) -> None:
+        """``update`` raises the error, and there is another attempt a little later, or when it is ``over()``."""
+        with self._changed:
+            if self._arena is not None:  # else ``update`` asks for itself
+                self._error = error
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or over(), _RETRY_S)
 
     def _free_slot(self) -> int:
         """The slot for the next version: not the one that the model is in, nor one that is viewed; and, if there is a

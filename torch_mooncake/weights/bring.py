@@ -102,6 +102,12 @@ class Bringer:
         seconds = time.perf_counter() - started
         return Brought(head, slot, fetch.progress.bytes_done, seconds, self._names, fetch.progress.delta_nbytes)
 
+    def keep(self, head: Head) -> None:
+        """What is known of those who take part in this version only."""
+        uids = {*head.sources, *head.targets, self._member.uid}
+        self._room.keep(uids)
+        self.links.keep(uids)
+
     def _taker(self, head: Head, slot: int) -> Taker | None:
         """None: this node has not the base version, whole and in another slot."""
         base = self._area.holds(head.base) if self._area is not None and head.base else None

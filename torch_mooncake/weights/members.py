@@ -11,11 +11,12 @@ weights.direct/<name>/head           the current version, its sources and its ta
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 5.0, 60.0  # between two attempts at one who does not answer
 # Of this process, by the hash of their text, while somebody has them.
 _MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
@@ -187,12 +189,14 @@ class Room:
 
     def members(self, uids: Sequence[str]) -> list[Member | None]:
         """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
-        unknown = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        known = self._known  # ``keep`` puts another in its place
+        found = {uid: known[uid] for uid in dict.fromkeys(uids) if uid in known}
+        unknown = [uid for uid in dict.fromkeys(uids) if uid not in found]
         values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
         for uid, value in zip(unknown, values, strict=True):
             if value is not None:
-                self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
-        return [self._known.get(uid) for uid in uids]
+                found[uid] = self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
+        return [found.get(uid) for uid in uids]
 
     def member(self, uid: str) -> Member | None:
         """None: it has left."""
@@ -204,9 +208,9 @@ class Room:
             found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
         return found
 
-    def forget(self, uids: Sequence[str]) -> None:
-        """Keep what is known of these only."""
-        self._known = {uid: self._known[uid] for uid in uids if uid in self._known}
+    def keep(self, uids: Collection[str]) -> None:
+        """What is known of these members only."""
+        self._known = {uid: member for uid, member in list(self._known.items()) if uid in uids}
 
     def let_go(self, go: Go) -> None:
         """The trainer ranks may begin with it."""
@@ -251,12 +255,23 @@ class Link:
     blobs: dict[int, RemoteRegion] = field(default_factory=dict)
 
 
-class Links:
-    """Sessions with members, kept. For one thread."""
+@dataclass(frozen=True)
+class Failure:
+    """A member that could not be reached, and when it may be tried again."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    error: Error
+    pause_s: float
+    until: float
+
+
+class Links:
+    """Sessions with members, kept. For one thread. ``backoff``: a member that does not answer is not dialled again at
+    once: until then, the same is said of it again."""
+
+    def __init__(self, engine: Engine, *, backoff: bool = False) -> None:
+        self._engine, self._backoff = engine, backoff
         self._open: dict[str, Link] = {}
+        self._failures: dict[str, Failure] = {}
 
     def open(self, member: Member) -> Link:
         """PeerLost, DeadlineExceeded or what else connecting raises."""
@@ -264,9 +279,19 @@ class Links:
         if link is not None and link.peer.alive:
             return link
         self.drop(member.uid)
-        peer = discovery.dial(self._engine, member.record, time.monotonic() + _DIAL_S)
+        failure = self._failures.get(member.uid)
+        if failure is not None and time.monotonic() < failure.until:
+            raise copy.copy(failure.error)
+        try:
+            peer = discovery.dial(self._engine, member.record, time.monotonic() + _DIAL_S)
+            board = peer.open(member.board, _DIAL_S)
+        except Error as error:
+            if self._backoff and error.retryable and not isinstance(error, PeerLost):  # it may be there
+                pause_s = _LEAST_PAUSE_S if failure is None else min(2 * failure.pause_s, _MOST_PAUSE_S)
+                self._failures[member.uid] = Failure(error, pause_s, time.monotonic() + pause_s)
+            raise
+        self._failures.pop(member.uid, None)
         words = np.zeros((MAX_SLOTS, HEADER), np.int64)
-        board = peer.open(member.board, _DIAL_S)
         link = self._open[member.uid] = Link(peer, board, words, self._engine.register(words))
         return link
 
@@ -336,6 +361,12 @@ class Links:
         """Whether the member has all of the version. False, too, if it cannot be asked."""
         (header,) = self.headers([member])
         return header is not None and bool(((header[:, VERSION] == version) & (header[:, COMPLETE] == 1)).any())
+
+    def keep(self, uids: Collection[str]) -> None:
+        """Those of these only."""
+        for uid in self._open.keys() - set(uids):
+            self.drop(uid)
+        self._failures = {uid: failure for uid, failure in self._failures.items() if uid in uids}
 
     def drop(self, uid: str) -> None:
         link = self._open.pop(uid, None)

@@ -103,7 +103,7 @@ class Publisher:
         assert memory is not None
         self._memory = memory
         self._member = Member.of(self._engine, memory, own_place(place), world > 1)
-        self._links = Links(self._engine)
+        self._links = Links(self._engine, backoff=True)
         self._watch = Watch(self._links, patience_s)
         self._area = None if self._arena is None else Area(self._engine, self._arena)
         self._maker = None if self._area is None else Maker(self._area)
@@ -112,6 +112,7 @@ class Publisher:
         self._places = {name: tensor.data_ptr() for name, tensor in here.items()}
         head = self._room.head()
         self.version = head.version if head is not None else 0  # of what is current
+        self._entered: list[str] = []  # uids of targets, whether they answer or not; as rank 0 knows
         self._attempt = ""  # the last one that this rank took part in
         self._room.enter(self._member, target=False)
 
@@ -169,6 +170,7 @@ class Publisher:
                     self._room.call_off()
             raise
         self.version = go.version
+        self._keep({*head.sources, *head.targets, *self._entered})
         if head.verify or head.base:
             self._sums.make(slot, head)
         return Published(go.version, step, self._memory.manifest.nbytes, time.perf_counter() - started)
@@ -266,7 +268,7 @@ class Publisher:
     def _live_targets(self) -> list[Member]:
         """Those that are there."""
         found = []
-        uids = self._room.targets()
+        self._entered = uids = self._room.targets()
         for uid, member in zip(uids, self._room.members(uids), strict=True):
             if member is None:
                 continue
@@ -294,6 +296,12 @@ class Publisher:
         )  # fmt: skip
         self._room.replace_head(head)
         return head
+
+    def _keep(self, uids: set[str]) -> None:
+        """What is known of these members only; of the others everything is looked up again, if they come again."""
+        self._room.keep(uids)
+        self._links.keep(uids)
+        self._fits = {uid: fits for uid, fits in self._fits.items() if uid in uids}
 
     def _await_ranks(self, go: Go, deadline: float, timeout: float) -> list[Member]:
         """All trainer ranks, when all are ready at one look: one that died meanwhile and came again is not."""

@@ -280,6 +280,7 @@ class Subscriber:
                 raise Unsupported('flip="swap" is for all of the weights; a subset is published')
             slot = self._free_slot()
             ready = self._bringer.bring(head, slot, lambda: self._closed)
+            self._bringer.keep(head)
             self._memory.offer(slot)
         except Superseded:
             time.sleep(_LEAST_PAUSE_S)
@@ -373,6 +374,7 @@ class Subscriber:
     def _take(self, head: Head, deadline: float, timeout: float) -> Update:
         """One attempt at it. Superseded, NobodyHasIt."""
         update = self._direct(head, deadline, timeout) if self._flip == "direct" else self._view(head)
+        self._bringer.keep(head)
         self.version, self.step = head.version, head.step
         return update
 

@@ -90,6 +90,26 @@ def test_who_does_not_answer_is_not_dialled_at_each_version(opened, monkeypatch:
     assert publisher._room.head().targets == (subscriber._member.uid,)
 
 
+def test_what_the_pool_has_lost_is_entered_again(opened):
+    trainer = {"w": torch.ones(1000)}
+    publisher = opened(Publisher("policy", trainer))
+    publisher.publish()
+    keys = [key for key in tm.keys("weights.direct/policy/") if "/member/" in key or "/layout/" in key]
+    assert len(keys) == 2
+    assert {tm.info(key).pin for key in tm.keys("weights.direct/policy/")} == {"hard"}
+    layout = next(key for key in keys if "/layout/" in key)
+    tm.delete([layout])
+    members._MANIFESTS.clear()
+    stranger = members.Room("policy", tm)  # of a process that has not looked at it yet
+    assert stranger.member(publisher._member.uid) is None
+    tm.delete(keys)
+    publisher.publish()
+    assert stranger.member(publisher._member.uid) is not None
+    worker = {"w": torch.zeros(1000)}
+    assert opened(Subscriber("policy", worker)).update(timeout=20).serial == 2
+    assert bool(worker["w"].eq(1).all())
+
+
 def test_who_has_left_is_forgotten(opened):
     trainer = {"w": torch.ones(1000)}
     publisher = opened(Publisher("policy", trainer))

@@ -154,16 +154,28 @@ class Room:
         self._pool = pool
         self._prefix = f"weights.direct/{name}"
         self._known: dict[str, Member] = {}
+        self._layouts: dict[str, str] = {}  # of members of this process
 
     def enter(self, member: Member, *, target: bool) -> None:
         text = member.manifest.to_json()
         layout = hashlib.sha256(text).hexdigest()
+        self._layouts[member.uid] = layout
         if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
-            self._pool.put(f"{self._prefix}/layout/{layout}", text)
-        self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+            self._put(f"{self._prefix}/layout/{layout}", text)
+        self._put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
         self._known[member.uid] = member
         if target:
-            self._pool.put(f"{self._prefix}/target/{member.uid}", True)
+            self._put(f"{self._prefix}/target/{member.uid}", True)
+
+    def stay(self, member: Member, *, target: bool) -> None:
+        """Enter again if what the pool had of the member is lost, with the node that it was on."""
+        keys = [f"{self._prefix}/layout/{self._layouts[member.uid]}", f"{self._prefix}/member/{member.uid}"]
+        if not all(self._pool.exists(keys)):
+            self.enter(member, target=target)
+
+    def _put(self, key: str, value: Any) -> None:
+        """These are never evicted: the pool may be full of other things."""
+        self._pool.put(key, value, pin="hard")
 
     def leave(self, uid: str) -> None:
         self._pool.delete([f"{self._prefix}/target/{uid}", f"{self._prefix}/member/{uid}"])
@@ -181,31 +193,35 @@ class Room:
             return None
 
     def replace_head(self, head: Head) -> None:
-        self._pool.put(f"{self._prefix}/head", head.to_value())
+        self._put(f"{self._prefix}/head", head.to_value())
 
     def targets(self) -> list[str]:
         prefix = f"{self._prefix}/target/"
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
     def members(self, uids: Sequence[str]) -> list[Member | None]:
-        """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
+        """None: it has left, or the pool has lost it. Those that are not known yet are looked up together. Corrupt as
+        ``Manifest.from_json``."""
         known = self._known  # ``keep`` puts another in its place
         found = {uid: known[uid] for uid in dict.fromkeys(uids) if uid in known}
         unknown = [uid for uid in dict.fromkeys(uids) if uid not in found]
         values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
         for uid, value in zip(unknown, values, strict=True):
-            if value is not None:
-                found[uid] = self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
+            manifest = None if value is None else self._manifest(value["layout"])
+            if manifest is not None:
+                found[uid] = self._known[uid] = Member.from_value(value, manifest)
         return [found.get(uid) for uid in uids]
 
     def member(self, uid: str) -> Member | None:
         """None: it has left."""
         return self.members([uid])[0]
 
-    def _manifest(self, layout: str) -> Manifest:
+    def _manifest(self, layout: str) -> Manifest | None:
         found = _MANIFESTS.get(layout)
         if found is None:
-            found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
+            text = self._pool.get(f"{self._prefix}/layout/{layout}", default=None)
+            if text is not None:
+                found = _MANIFESTS[layout] = Manifest.from_json(text)
         return found
 
     def keep(self, uids: Collection[str]) -> None:
@@ -214,7 +230,7 @@ class Room:
 
     def let_go(self, go: Go) -> None:
         """The trainer ranks may begin with it."""
-        self._pool.put(f"{self._prefix}/go", {**go.__dict__, "kept": list(go.kept)})
+        self._put(f"{self._prefix}/go", {**go.__dict__, "kept": list(go.kept)})
 
     def call_off(self) -> None:
         """Nobody begins with the attempt any more, and who has waits no more."""
@@ -227,14 +243,14 @@ class Room:
 
     def say_fenced(self, version: int) -> None:
         """Nobody waits for the version any more."""
-        self._pool.put(f"{self._prefix}/fenced", version)
+        self._put(f"{self._prefix}/fenced", version)
 
     def fenced(self) -> int:
         return int(self._pool.get(f"{self._prefix}/fenced", default=0))
 
     def say_ready(self, rank: int, uid: str, attempt: str) -> None:
         """``attempt``: empty: it is not, after all."""
-        self._pool.put(f"{self._prefix}/ready/{rank}", {"uid": uid, "attempt": attempt})
+        self._put(f"{self._prefix}/ready/{rank}", {"uid": uid, "attempt": attempt})
 
     def ready(self, world: int, attempt: str) -> list[str | None]:
         """The uids of the trainer ranks from 1 on, of those that have what the attempt wants."""

@@ -147,6 +147,7 @@ class Publisher:
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
         self._sums.check()
+        self._room.stay(self._member, target=False)
         if source is not None:
             if not isinstance(self.source, Share):
                 raise InvalidArgument("only a publisher of a checkpoint publishes another one")

@@ -263,6 +263,8 @@ class Fetch:
 
     def _forget(self, route: Route, chunk: int) -> None:
         route.there[chunk] = False
+        if self._deltas:
+            self._board.put_blob(self._slot, route.chunks.first + chunk, 0)  # it is not known yet how it comes again
         route.next = min(route.next, chunk)
         self.progress.bytes_done -= route.chunks.nbytes[chunk]
         if chunk < route.told[0]:

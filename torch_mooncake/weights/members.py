@@ -46,6 +46,7 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
+_READ_AGAIN = 10  # looks at a descriptor, until two in a row are the same
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 5.0, 60.0  # between two attempts at one who does not answer
 # Of this process, by the hash of their text, while somebody has them.
 _MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
@@ -328,11 +329,17 @@ class Links:
 
     def area(self, member: Member, slot: int, kind: int) -> bytes:
         """A descriptor from the member's board. KeyNotFound if there is none."""
-        words = np.zeros(AREA, np.int64)
+        words, before = np.zeros(AREA, np.int64), np.full(AREA, -1, np.int64)
         region = self._engine.register(words)
         try:
             at = area_offset(slot, kind)
-            self._engine.read(region, self.open(member).board[at : at + words.nbytes], timeout=_DIAL_S).wait()
+            for _ in range(_READ_AGAIN):
+                self._engine.read(region, self.open(member).board[at : at + words.nbytes], timeout=_DIAL_S).wait()
+                if (words == before).all():
+                    break
+                before[:] = words  # it may be half of one and half of another
+            else:
+                words[0] = 0
         finally:
             self._engine.deregister(region)
         descriptor = descriptor_in(words)

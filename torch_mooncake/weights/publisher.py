@@ -109,7 +109,7 @@ class Publisher:
         self._maker = None if self._area is None else Maker(self._area)
         self._sums = Sums(self._room, memory, self._member.uid, self._maker)
         self._fits: dict[str, bool] = {}  # targets, by uid
-        self._places = {name: tensor.data_ptr() for name, tensor in here.items()}
+        self._places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in here.items()}
         head = self._room.head()
         self.version = head.version if head is not None else 0  # of what is current
         self._entered: list[str] = []  # uids of targets, whether they answer or not; as rank 0 knows
@@ -197,7 +197,7 @@ class Publisher:
                 continue
             if name not in here or tuple(here[name].shape) != local.shape:
                 raise LayoutMismatch(f"{name}: {list(local.shape)} when the publisher was made, not any more")
-            if self._own is not None and here[name].data_ptr() != self._places[name]:
+            if self._own is not None and (here[name].data_ptr(), here[name].stride()) != self._places[name]:
                 raise LayoutMismatch(f"{name} lies elsewhere than when the publisher was made")
         return here
 
@@ -414,14 +414,15 @@ class Publisher:
 
     def close(self) -> None:
         """What was published can be had no more, except from subscribers."""
-        self._sums.close()
-        self._links.close()
-        self._room.leave(self._member.uid)
-        if self._area is not None:
-            self._area.close()
-        self._memory.close()
-        if self._own_engine:
-            self._engine.close()
+        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+            if self._own_engine:
+                last_first.callback(self._engine.close)
+            last_first.callback(self._memory.close)
+            if self._area is not None:
+                last_first.callback(self._area.close)
+            last_first.callback(self._room.leave, self._member.uid)
+            last_first.callback(self._links.close)
+            last_first.callback(self._sums.close)
 
     def __enter__(self) -> Publisher:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -420,15 +421,16 @@ class Subscriber:
             self._thread.join()
         if self._flip == "view" and self.version:
             self._refer_to({name: tensor.clone() for name, tensor in local_tensors(self._model).items()})
-        self._room.leave(self._member.uid)
-        self._bringer.links.close()
-        if self._staging is not None:
-            self._staging.close()
-        if self._area is not None:
-            self._area.close()
-        self._memory.close()
-        if self._own_engine:
-            self._engine.close()
+        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+            if self._own_engine:
+                last_first.callback(self._engine.close)
+            last_first.callback(self._memory.close)
+            if self._area is not None:
+                last_first.callback(self._area.close)
+            if self._staging is not None:
+                last_first.callback(self._staging.close)
+            last_first.callback(self._bringer.links.close)
+            last_first.callback(self._room.leave, self._member.uid)
 
     def __enter__(self) -> Subscriber:
         return self

@@ -10,7 +10,7 @@ import torch
 from processes import eventually
 
 import torch_mooncake as tm
-from torch_mooncake.weights import Place, Publisher, Subscriber
+from torch_mooncake.weights import Place, Publisher, Subscriber, fetch
 from torch_mooncake.weights.board import HAS_SUM, VERSION
 
 COUNT, SIZE = 4, 1 << 20  # float32: 16 MiB
@@ -112,3 +112,37 @@ def test_on_one_host_they_are_made_on_demand(opened):
         assert uniform(worker, 3)
         words = subscriber._memory.board._sums[slot_with(subscriber, 1)]
         assert bool((words & HAS_SUM).any()) == bool(verify)
+
+
+def test_checksums_that_cannot_be_made_hold_nobody_up(opened, monkeypatch: pytest.MonkeyPatch):
+    mine, worker = tensors(1), tensors(0)
+    publisher = opened(Publisher("policy", mine, verify=True))
+    subscriber = opened(Subscriber("policy", worker))
+    with monkeypatch.context() as broken:
+
+        def fails(*_: Any) -> int:
+            raise MemoryError("no plan")
+
+        broken.setattr(publisher._sums, "_wire", fails)
+        publish(publisher, mine, 1)
+        assert subscriber.update(timeout=60).step == 1
+        assert eventually(lambda: publisher._sums._error is not None)
+    with pytest.raises(MemoryError, match="no plan"):  # once, and nothing has changed
+        publish(publisher, mine, 2)
+    assert publisher.version == 1
+    publish(publisher, mine, 2)
+    assert publisher.version == 2
+    assert subscriber.update(timeout=60).step == 2
+    assert uniform(worker, 2)
+    assert bool((subscriber._memory.board._sums[slot_with(subscriber, 2)] & HAS_SUM).any())
+
+
+def test_a_source_whose_checksums_never_come_is_lost(opened, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetch, "_OP_S", 0.5)
+    mine = tensors(1)
+    publisher = opened(Publisher("policy", mine, verify=True))
+    subscriber = opened(Subscriber("policy", tensors(0)))
+    monkeypatch.setattr(publisher._sums, "make", lambda *_: None)
+    publish(publisher, mine, 1)
+    with pytest.raises(tm.PeerLost, match=r"nothing came from trainer 0 of policy in 0\.5 s"):
+        subscriber.update(timeout=60)

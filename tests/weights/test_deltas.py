@@ -195,6 +195,19 @@ def test_a_base_that_is_another_one_is_noticed_by_the_checksums(opened):
     assert 0 < worker.subscriber.progress.full_nbytes < NBYTES
 
 
+def test_on_one_host_they_are_compared_too(opened):
+    """With flip="swap" the base is the model's own tensors, and something wrote to them."""
+    trainer, worker = tensors(0), tensors(1)
+    publisher, subscriber = opened(Publisher("policy", trainer)), opened(Subscriber("policy", worker, flip="swap"))
+    publisher.publish()
+    subscriber.update(timeout=30)
+    worker["w1"][5] = 77
+    step_of(trainer, 1)
+    publisher.publish(mode="delta")
+    assert subscriber.update(timeout=30).delta_nbytes > 0
+    assert same(worker, trainer)
+
+
 def test_odd_tensors(opened):
     """0-d, empty, tied, strided, of other element sizes and shared out otherwise on both sides."""
     shared = torch.randn(300, 70)

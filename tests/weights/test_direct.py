@@ -161,6 +161,40 @@ def test_adapters_are_a_subset(opened):
     assert same(worker, base | adapter)
 
 
+def test_a_late_joiner_of_a_subset_gets_what_was_published_only(opened):
+    base, worker = model(1), model(1)
+    adapter = {"w1": torch.randn_like(base["w1"]), "w4": torch.randn_like(base["w4"])}
+    publisher, subscriber = opened(Publisher("lora", adapter, subset=True)), opened(Subscriber("lora", worker))
+    publisher.publish()
+    subscriber.update(timeout=20)  # it could send all of its tensors
+    mine = {"w0": torch.full_like(base["w0"], 7), "w1": torch.zeros_like(base["w1"])}
+    late = opened(Subscriber("lora", mine, part=True))  # with a layout of its own
+    assert late.update(timeout=20).nbytes == adapter["w1"].nbytes
+    assert bool(mine["w0"].eq(7).all())
+    assert torch.equal(mine["w1"], adapter["w1"])
+
+
+def test_the_current_version_is_not_overwritten_before_the_flip(opened, monkeypatch: pytest.MonkeyPatch):
+    """Where all other slots are viewed."""
+    trainer, worker = model(1), model(2)
+    publisher = opened(Publisher("policy", trainer))
+    publisher.publish()
+    published = {name: tensor.clone() for name, tensor in trainer.items()}
+    for tensor in trainer.values():
+        tensor.add_(1)
+    arena = publisher._arena
+    with monkeypatch.context() as viewed:
+        viewed.setattr(arena, "grow", lambda: None)
+        viewed.setattr(arena, "take", lambda slot, timeout: arena.board.version(slot) == 1)
+        with pytest.raises(tm.Busy, match="being viewed"):
+            publisher.publish()
+    assert publisher.version == 1
+    opened(Subscriber("policy", worker)).update(timeout=20)
+    assert same(worker, published)
+    publisher.publish()
+    assert publisher.version == 2
+
+
 def test_several_models_at_once(opened):
     names = ("policy", "critic", "draft")
     trainers = {name: model(i, size=1000 * (i + 1)) for i, name in enumerate(names)}

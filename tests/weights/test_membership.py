@@ -14,7 +14,7 @@ import torch
 from processes import eventually
 
 import torch_mooncake as tm
-from torch_mooncake.weights import Place, Publisher, Subscriber
+from torch_mooncake.weights import Place, Publisher, Subscriber, members
 from torch_mooncake.weights.plan import PLANNER
 
 
@@ -57,6 +57,75 @@ def test_a_plan_for_each_set_of_members(opened: Callable[[Any], Any]):
     assert update(first, third, fourth) == 1
     for worker in (workers[0], workers[2], workers[3]):
         assert all(bool(tensor.eq(step).all()) for tensor in worker.values())
+
+
+def test_who_does_not_answer_is_not_dialled_at_each_version(opened, monkeypatch: pytest.MonkeyPatch):
+    trainer = {"w": torch.ones(1000)}
+    publisher = opened(Publisher("policy", trainer))
+    subscriber = opened(Subscriber("policy", {"w": torch.zeros(1000)}))
+    dialled: list[str] = []
+    dial = members.discovery.dial
+
+    def dials(engine: tm.Engine, record: Any, *rest: Any) -> Any:
+        dialled.append(record.name)
+        if engine is publisher._engine:
+            raise tm.DeadlineExceeded("it does not answer")
+        return dial(engine, record, *rest)
+
+    monkeypatch.setattr(members.discovery, "dial", dials)
+    for _ in range(3):
+        publisher.publish()
+    name = subscriber._member.record.name
+    assert dialled.count(name) == 1
+    (failure,) = publisher._links._failures.values()
+    publisher._links._failures[subscriber._member.uid] = members.Failure(failure.error, failure.pause_s, 0)
+    publisher.publish()
+    assert dialled.count(name) == 2
+    (again,) = publisher._links._failures.values()
+    assert again.pause_s == 2 * failure.pause_s
+    publisher._links._failures[subscriber._member.uid] = members.Failure(again.error, again.pause_s, 0)
+    monkeypatch.undo()
+    publisher.publish()
+    assert publisher._links._failures == {}
+    assert publisher._room.head().targets == (subscriber._member.uid,)
+
+
+def test_what_the_pool_has_lost_is_entered_again(opened):
+    trainer = {"w": torch.ones(1000)}
+    publisher = opened(Publisher("policy", trainer))
+    publisher.publish()
+    keys = [key for key in tm.keys("weights.direct/policy/") if "/member/" in key or "/layout/" in key]
+    assert len(keys) == 2
+    assert {tm.info(key).pin for key in tm.keys("weights.direct/policy/")} == {"hard"}
+    layout = next(key for key in keys if "/layout/" in key)
+    tm.delete([layout])
+    members._MANIFESTS.clear()
+    stranger = members.Room("policy", tm)  # of a process that has not looked at it yet
+    assert stranger.member(publisher._member.uid) is None
+    tm.delete(keys)
+    publisher.publish()
+    assert stranger.member(publisher._member.uid) is not None
+    worker = {"w": torch.zeros(1000)}
+    assert opened(Subscriber("policy", worker)).update(timeout=20).serial == 2
+    assert bool(worker["w"].eq(1).all())
+
+
+def test_who_has_left_is_forgotten(opened):
+    trainer = {"w": torch.ones(1000)}
+    publisher = opened(Publisher("policy", trainer))
+    stays = opened(Subscriber("policy", {"w": torch.zeros(1000)}))
+    for _ in range(3):
+        with Subscriber("policy", {"w": torch.zeros(1000)}) as other:
+            publisher.publish()
+            for subscriber in (stays, other):
+                while subscriber.version < publisher.version:
+                    subscriber.update(timeout=20)
+    publisher.publish()
+    stays.update(timeout=20)
+    uids = {publisher._member.uid, stays._member.uid}
+    assert publisher._room._known.keys() == stays._room._known.keys() == uids
+    assert publisher._links._open.keys() == publisher._fits.keys() == {stays._member.uid}
+    assert stays._bringer.links._open.keys() == {publisher._member.uid}
 
 
 SAME = """

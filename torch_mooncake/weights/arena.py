@@ -10,21 +10,21 @@ lie: as many regions as they have storages, and one slot.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 import torch_mooncake
 from torch_mooncake import _core
-from torch_mooncake.errors import Busy
+from torch_mooncake.errors import Busy, LayoutMismatch
 from torch_mooncake.regions import Region, RegionSlice, RemoteSlice
 from torch_mooncake.sharding import contiguous_strides
 from torch_mooncake.shared import empty
 from torch_mooncake.tensors import DTYPES
 from torch_mooncake.transfer import RemoteRegion
 from torch_mooncake.weights.board import MAX_SLOTS, SLOT_MEMORY, VIEW, Board
-from torch_mooncake.weights.shards import Ints, Manifest
+from torch_mooncake.weights.shards import Ints, Manifest, listed
 
 SLOTS = 2  # that an arena has from the beginning
 _ALIGN = 64
@@ -240,9 +240,22 @@ def pairs(
     return [(RegionSlice(here[i], a, n), RemoteSlice(there[j], b, n)) for i, a, j, b, n in rows]
 
 
+def check_shapes(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """LayoutMismatch, unless both have all of the names, in the same shapes."""
+    wrong = []
+    for name in names:
+        if name not in here or name not in there or here[name].shape != there[name].shape:
+            shapes = [str(list(of[name].shape)) if name in of else "not there" for of in (here, there)]
+            wrong.append(f"{name}: {shapes[0]}, and {shapes[1]} when the layout was made")
+    if wrong:
+        raise LayoutMismatch(listed("the tensors are not those that they were", wrong))
+
+
 @torch.no_grad()
 def copy_tensors(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> int:
-    """Copies values into the targets of the same names (converting dtypes); bytes of the targets."""
+    """Copies values into the targets of the same names (converting dtypes); bytes of the targets. LayoutMismatch before
+    anything is written: a target is not there, or has another shape."""
+    check_shapes(targets, values, values)
     nbytes = 0
     plain: list[tuple[int, int, int]] = []  # by the library's own threads, which are faster at much
     for name, value in values.items():

@@ -23,7 +23,7 @@ HEADER = 8  # words a slot, these:
 VERSION = 0  # 0: nothing to be read; -v: version v was here and is to be read no more
 PLAN = 1
 COMPLETE = 2
-RESTARTS = 3
+RESTARTS = 3  # never fewer
 NBYTES, DONE, ELAPSED_US = 4, 5, 6  # of the version that is coming
 COUNTERS = 2  # words a route: chunks that are there, without a gap; of those, proven ones
 MAX_ROUTES = 1 << 15  # of further routes a relay passes nothing on until it has all of the version
@@ -80,12 +80,15 @@ class Board:
 
     def begin(self, slot: int, plan: int = 0, nbytes: int = 0) -> None:
         """The slot is about to be overwritten: who reads from it will notice."""
-        self.header[slot] = 0
+        row = self.header[slot]
+        row[VERSION] = 0  # first
+        row[RESTARTS] += 1  # if the same version comes again, it is not the one that somebody is reading
+        row[[PLAN, COMPLETE, NBYTES, DONE, ELAPSED_US]] = 0
         self._counters[: self._routes[slot], slot] = 0
         self._sums[slot, : self._chunks[slot]] = 0
         self._blobs[slot, : self._chunks[slot]] = 0
         self._routes[slot] = self._chunks[slot] = 0
-        self.header[slot, PLAN], self.header[slot, NBYTES] = plan, nbytes
+        row[PLAN], row[NBYTES] = plan, nbytes
         self._began[slot] = time.monotonic()
 
     def announce(self, slot: int, version: int) -> None:

@@ -102,6 +102,12 @@ class Bringer:
         seconds = time.perf_counter() - started
         return Brought(head, slot, fetch.progress.bytes_done, seconds, self._names, fetch.progress.delta_nbytes)
 
+    def keep(self, head: Head) -> None:
+        """What is known of those who take part in this version only."""
+        uids = {*head.sources, *head.targets, self._member.uid}
+        self._room.keep(uids)
+        self.links.keep(uids)
+
     def _taker(self, head: Head, slot: int) -> Taker | None:
         """None: this node has not the base version, whole and in another slot."""
         base = self._area.holds(head.base) if self._area is not None and head.base else None
@@ -157,8 +163,14 @@ class Bringer:
         return frozenset(manifest.locals[i].name for i, found in parts.items() if True in found)
 
     def _those_who_have(self, head: Head, trainers: Sequence[Member | None]) -> list[Member]:
-        """Subscribers that have all of the version; and the trainers, if those together lack something."""
+        """Subscribers that have all of the version; and the trainers, if those together lack something. Of a subset
+        the trainers only: subscribers have more tensors, and do not say which of them were published."""
         found: list[Member] = []
+        if head.subset:
+            found = [member for member in trainers if member is not None]
+            if len(found) < len(trainers):
+                raise NobodyHasIt(f"a trainer that had version {head.version} of the weights has left")
+            return found
         for uid in head.targets:
             member = self._room.member(uid)
             if (

@@ -144,6 +144,7 @@ class Fetch:
         finally:
             for upstream in self._upstreams.values():
                 self._close(upstream)
+            self._free_blocks(list(self._blocks))
         for route in self._routes:
             for source, target, nbytes in route.chunks.copies:
                 self._memory.copy(self._slot, source, target, nbytes)
@@ -170,8 +171,10 @@ class Fetch:
                 upstream.deltas, upstream.last_news = False, time.monotonic()  # nobody says anything of blobs
             elif not upstream.source and time.monotonic() - upstream.last_news > self._patience_s:
                 raise DeadlineExceeded(f"nothing came from {upstream.member.record.name} in {self._patience_s} s")
-            elif upstream.source and upstream.slot is None and time.monotonic() - upstream.last_news > _OP_S:
-                raise Superseded
+            elif upstream.source and time.monotonic() - upstream.last_news > _OP_S:
+                if upstream.slot is None:
+                    raise Superseded
+                raise DeadlineExceeded(f"nothing came from {upstream.member.record.name} in {_OP_S} s")
             return moved
         except Superseded:
             if upstream.source:
@@ -226,6 +229,13 @@ class Fetch:
         route.proven[chunk] = True
         self._tell(route)
 
+    def _free_blocks(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Staging memory of chunks that will not be proven."""
+        for key in chunks:
+            block = self._blocks.pop(key, None)
+            if block is not None and self._staging is not None:
+                self._staging.give_back(block)
+
     def _crc(self, route: Route, chunk: int, block: int | None) -> int:
         _, here, lengths = route.chunks.parts[chunk]
         staging = 0 if self._staging is None or block is None else self._staging.address(block)
@@ -253,6 +263,8 @@ class Fetch:
 
     def _forget(self, route: Route, chunk: int) -> None:
         route.there[chunk] = False
+        if self._deltas:
+            self._board.put_blob(self._slot, route.chunks.first + chunk, 0)  # it is not known yet how it comes again
         route.next = min(route.next, chunk)
         self.progress.bytes_done -= route.chunks.nbytes[chunk]
         if chunk < route.told[0]:
@@ -269,6 +281,8 @@ class Fetch:
                     wanted.remove(route)
                     continue
                 if not self._read(upstream, route):
+                    if not upstream.reads and not upstream.doubtful():
+                        upstream.last_news = time.monotonic()  # it is we who wait, for what others hold
                     return moved
                 moved = True
                 if route.next >= has[route.number]:
@@ -370,9 +384,7 @@ class Fetch:
         if doubtful:
             self._board.restart(self._slot)
         for route, chunk in doubtful:
-            block = self._blocks.pop((route.number, chunk), None)
-            if block is not None and self._staging is not None:
-                self._staging.give_back(block)
+            self._free_blocks([(route.number, chunk)])
             self._forget(route, chunk)
         for route in upstream.routes:
             route.path.pop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _WINDOW = 64 << 20  # bytes under way
+_PAUSE_S = 0.0002  # for what was cancelled to end
 _BATCH = 16 << 20  # of one op
 _READ_S = 600.0
 
@@ -219,6 +221,7 @@ class Share(Source):
         found = Share(checkpoint, self._rank, self._world)
         if found.manifest.digest != self.manifest.digest:
             raise LayoutMismatch(f"{checkpoint.path} has not the tensors of {self.checkpoint.path}")
+        found.progress = self.progress
         return found
 
     def fill(self, engine: Engine, arena: Arena, slot: int, first: int = 0) -> None:
@@ -296,6 +299,9 @@ class Share(Source):
         finally:
             for op, _, _ in under_way:
                 op.cancel()
+            for op, _, _ in under_way:
+                while not op.done():  # what it writes to may be filled anew
+                    time.sleep(_PAUSE_S)
 
     def _finish(self, path: str, op: Op, nbytes: int, numbers: list[int]) -> None:
         try:

@@ -3,19 +3,20 @@
 weights.direct/<name>/member/<uid>   a process: its engine, its memory, the name of its manifest
 weights.direct/<name>/layout/<hash>  a manifest; hundreds of ranks have a few
 weights.direct/<name>/target/<uid>   the process wants every version
-weights.direct/<name>/go             the version that the trainer ranks may begin with, and those still being read
-weights.direct/<name>/ready/<rank>   a trainer rank has the version of that number in its memory
+weights.direct/<name>/go             the attempt at a version that the trainer ranks may begin with
+weights.direct/<name>/ready/<rank>   a trainer rank has the version in its memory, as that attempt wants it
 weights.direct/<name>/fenced         the version that nobody waits for any more
 weights.direct/<name>/head           the current version, its sources and its targets. Replacing it is the publication.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.shards import Ints, Manifest
 
 _DIAL_S = 5.0
+_READ_AGAIN = 10  # looks at a descriptor, until two in a row are the same
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 5.0, 60.0  # between two attempts at one who does not answer
 # Of this process, by the hash of their text, while somebody has them.
 _MANIFESTS: weakref.WeakValueDictionary[str, Manifest] = weakref.WeakValueDictionary()
 
@@ -122,6 +125,7 @@ class Head:
     verify: bool = False  # chunks have checksums
     base: int = 0  # the version that blobs of what changed are made against; 0: there are none
     everywhere: bool = False  # blobs are for nodes of one host, too
+    attempt: str = ""  # see Go
 
     def to_value(self) -> dict[str, Any]:
         return {**self.__dict__, "sources": list(self.sources), "targets": list(self.targets)}
@@ -130,7 +134,17 @@ class Head:
     def from_value(cls, value: dict[str, Any]) -> Head:
         sources, targets = tuple(value["sources"]), tuple(value["targets"])
         return cls(value["version"], value["step"], sources, targets, value["subset"], value["verify"],
-                   value["base"], value["everywhere"])  # fmt: skip
+                   value["base"], value["everywhere"], value["attempt"])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Go:
+    """An attempt of all trainer ranks at a version. One that fails is not continued: the next one at the same version
+    is another."""
+
+    version: int
+    attempt: str  # no two have the same
+    kept: tuple[int, ...] = ()  # versions that are still being read
 
 
 class Room:
@@ -141,16 +155,28 @@ class Room:
         self._pool = pool
         self._prefix = f"weights.direct/{name}"
         self._known: dict[str, Member] = {}
+        self._layouts: dict[str, str] = {}  # of members of this process
 
     def enter(self, member: Member, *, target: bool) -> None:
         text = member.manifest.to_json()
         layout = hashlib.sha256(text).hexdigest()
+        self._layouts[member.uid] = layout
         if not self._pool.exists(f"{self._prefix}/layout/{layout}"):
-            self._pool.put(f"{self._prefix}/layout/{layout}", text)
-        self._pool.put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
+            self._put(f"{self._prefix}/layout/{layout}", text)
+        self._put(f"{self._prefix}/member/{member.uid}", {**member.to_value(), "layout": layout})
         self._known[member.uid] = member
         if target:
-            self._pool.put(f"{self._prefix}/target/{member.uid}", True)
+            self._put(f"{self._prefix}/target/{member.uid}", True)
+
+    def stay(self, member: Member, *, target: bool) -> None:
+        """Enter again if what the pool had of the member is lost, with the node that it was on."""
+        keys = [f"{self._prefix}/layout/{self._layouts[member.uid]}", f"{self._prefix}/member/{member.uid}"]
+        if not all(self._pool.exists(keys)):
+            self.enter(member, target=target)
+
+    def _put(self, key: str, value: Any) -> None:
+        """These are never evicted: the pool may be full of other things."""
+        self._pool.put(key, value, pin="hard")
 
     def leave(self, uid: str) -> None:
         self._pool.delete([f"{self._prefix}/target/{uid}", f"{self._prefix}/member/{uid}"])
@@ -168,58 +194,70 @@ class Room:
             return None
 
     def replace_head(self, head: Head) -> None:
-        self._pool.put(f"{self._prefix}/head", head.to_value())
+        self._put(f"{self._prefix}/head", head.to_value())
 
     def targets(self) -> list[str]:
         prefix = f"{self._prefix}/target/"
         return sorted(key.removeprefix(prefix) for key in self._pool.keys(prefix))
 
     def members(self, uids: Sequence[str]) -> list[Member | None]:
-        """None: it has left. Those that are not known yet are looked up together. Corrupt as ``Manifest.from_json``."""
-        unknown = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        """None: it has left, or the pool has lost it. Those that are not known yet are looked up together. Corrupt as
+        ``Manifest.from_json``."""
+        known = self._known  # ``keep`` puts another in its place
+        found = {uid: known[uid] for uid in dict.fromkeys(uids) if uid in known}
+        unknown = [uid for uid in dict.fromkeys(uids) if uid not in found]
         values = self._pool.get_many([f"{self._prefix}/member/{uid}" for uid in unknown], missing="mask")
         for uid, value in zip(unknown, values, strict=True):
-            if value is not None:
-                self._known[uid] = Member.from_value(value, self._manifest(value["layout"]))
-        return [self._known.get(uid) for uid in uids]
+            manifest = None if value is None else self._manifest(value["layout"])
+            if manifest is not None:
+                found[uid] = self._known[uid] = Member.from_value(value, manifest)
+        return [found.get(uid) for uid in uids]
 
     def member(self, uid: str) -> Member | None:
         """None: it has left."""
         return self.members([uid])[0]
 
-    def _manifest(self, layout: str) -> Manifest:
+    def _manifest(self, layout: str) -> Manifest | None:
         found = _MANIFESTS.get(layout)
         if found is None:
-            found = _MANIFESTS[layout] = Manifest.from_json(self._pool.get(f"{self._prefix}/layout/{layout}"))
+            text = self._pool.get(f"{self._prefix}/layout/{layout}", default=None)
+            if text is not None:
+                found = _MANIFESTS[layout] = Manifest.from_json(text)
         return found
 
-    def forget(self, uids: Sequence[str]) -> None:
-        """Keep what is known of these only."""
-        self._known = {uid: self._known[uid] for uid in uids if uid in self._known}
+    def keep(self, uids: Collection[str]) -> None:
+        """What is known of these members only."""
+        self._known = {uid: member for uid, member in list(self._known.items()) if uid in uids}
 
-    def let_go(self, version: int, kept: Sequence[int]) -> None:
-        """The trainer ranks may begin with the version; what they have of ``kept`` is still being read."""
-        self._pool.put(f"{self._prefix}/go", {"version": version, "kept": list(kept)})
+    def let_go(self, go: Go) -> None:
+        """The trainer ranks may begin with it."""
+        self._put(f"{self._prefix}/go", {**go.__dict__, "kept": list(go.kept)})
 
-    def go(self, version: int) -> list[int] | None:
-        """None while they may not."""
+    def call_off(self) -> None:
+        """Nobody begins with the attempt any more, and who has waits no more."""
+        self._pool.delete([f"{self._prefix}/go"])
+
+    def go(self) -> Go | None:
+        """The latest attempt; None: there is none, or it was called off."""
         value = self._pool.get(f"{self._prefix}/go", default=None)
-        return value["kept"] if value is not None and value["version"] == version else None
+        return None if value is None else Go(value["version"], value["attempt"], tuple(value["kept"]))
 
     def say_fenced(self, version: int) -> None:
         """Nobody waits for the version any more."""
-        self._pool.put(f"{self._prefix}/fenced", version)
+        self._put(f"{self._prefix}/fenced", version)
 
     def fenced(self) -> int:
         return int(self._pool.get(f"{self._prefix}/fenced", default=0))
 
-    def say_ready(self, rank: int, uid: str, version: int) -> None:
-        self._pool.put(f"{self._prefix}/ready/{rank}", {"uid": uid, "version": version})
+    def say_ready(self, rank: int, uid: str, attempt: str) -> None:
+        """``attempt``: empty: it is not, after all."""
+        self._put(f"{self._prefix}/ready/{rank}", {"uid": uid, "attempt": attempt})
 
-    def ready(self, rank: int, version: int) -> str | None:
-        """The uid of the trainer rank, when it has the version."""
-        value = self._pool.get(f"{self._prefix}/ready/{rank}", default=None)
-        return value["uid"] if value is not None and value["version"] == version else None
+    def ready(self, world: int, attempt: str) -> list[str | None]:
+        """The uids of the trainer ranks from 1 on, of those that have what the attempt wants."""
+        keys = [f"{self._prefix}/ready/{rank}" for rank in range(1, world)]
+        values = self._pool.get_many(keys, missing="mask")
+        return [value["uid"] if value is not None and value["attempt"] == attempt else None for value in values]
 
 
 @dataclass(frozen=True)
@@ -234,12 +272,23 @@ class Link:
     blobs: dict[int, RemoteRegion] = field(default_factory=dict)
 
 
-class Links:
-    """Sessions with members, kept. For one thread."""
+@dataclass(frozen=True)
+class Failure:
+    """A member that could not be reached, and when it may be tried again."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    error: Error
+    pause_s: float
+    until: float
+
+
+class Links:
+    """Sessions with members, kept. For one thread. ``backoff``: a member that does not answer is not dialled again at
+    once: until then, the same is said of it again."""
+
+    def __init__(self, engine: Engine, *, backoff: bool = False) -> None:
+        self._engine, self._backoff = engine, backoff
         self._open: dict[str, Link] = {}
+        self._failures: dict[str, Failure] = {}
 
     def open(self, member: Member) -> Link:
         """PeerLost, DeadlineExceeded or what else connecting raises."""
@@ -247,9 +296,19 @@ class Links:
         if link is not None and link.peer.alive:
             return link
         self.drop(member.uid)
-        peer = discovery.dial(self._engine, member.record, time.monotonic() + _DIAL_S)
+        failure = self._failures.get(member.uid)
+        if failure is not None and time.monotonic() < failure.until:
+            raise copy.copy(failure.error)
+        try:
+            peer = discovery.dial(self._engine, member.record, time.monotonic() + _DIAL_S)
+            board = peer.open(member.board, _DIAL_S)
+        except Error as error:
+            if self._backoff and error.retryable and not isinstance(error, PeerLost):  # it may be there
+                pause_s = _LEAST_PAUSE_S if failure is None else min(2 * failure.pause_s, _MOST_PAUSE_S)
+                self._failures[member.uid] = Failure(error, pause_s, time.monotonic() + pause_s)
+            raise
+        self._failures.pop(member.uid, None)
         words = np.zeros((MAX_SLOTS, HEADER), np.int64)
-        board = peer.open(member.board, _DIAL_S)
         link = self._open[member.uid] = Link(peer, board, words, self._engine.register(words))
         return link
 
@@ -270,11 +329,17 @@ class Links:
 
     def area(self, member: Member, slot: int, kind: int) -> bytes:
         """A descriptor from the member's board. KeyNotFound if there is none."""
-        words = np.zeros(AREA, np.int64)
+        words, before = np.zeros(AREA, np.int64), np.full(AREA, -1, np.int64)
         region = self._engine.register(words)
         try:
             at = area_offset(slot, kind)
-            self._engine.read(region, self.open(member).board[at : at + words.nbytes], timeout=_DIAL_S).wait()
+            for _ in range(_READ_AGAIN):
+                self._engine.read(region, self.open(member).board[at : at + words.nbytes], timeout=_DIAL_S).wait()
+                if (words == before).all():
+                    break
+                before[:] = words  # it may be half of one and half of another
+            else:
+                words[0] = 0
         finally:
             self._engine.deregister(region)
         descriptor = descriptor_in(words)
@@ -319,6 +384,12 @@ class Links:
         """Whether the member has all of the version. False, too, if it cannot be asked."""
         (header,) = self.headers([member])
         return header is not None and bool(((header[:, VERSION] == version) & (header[:, COMPLETE] == 1)).any())
+
+    def keep(self, uids: Collection[str]) -> None:
+        """Those of these only."""
+        for uid in self._open.keys() - set(uids):
+            self.drop(uid)
+        self._failures = {uid: failure for uid, failure in self._failures.items() if uid in uids}
 
     def drop(self, uid: str) -> None:
         link = self._open.pop(uid, None)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 import torch_mooncake
-from torch_mooncake.errors import Busy, DeadlineExceeded, InvalidArgument, LayoutMismatch
+from torch_mooncake.errors import Busy, DeadlineExceeded, Error, InvalidArgument, LayoutMismatch
 from torch_mooncake.transfer import Engine
 from torch_mooncake.weights.arena import Arena, OwnTensors
 from torch_mooncake.weights.atoms import fitting
@@ -19,7 +21,7 @@ from torch_mooncake.weights.fetch import Progress
 from torch_mooncake.weights.files import Checkpoint, Share
 from torch_mooncake.weights.layout import Layout
 from torch_mooncake.weights.manifest import tensors_of
-from torch_mooncake.weights.members import Head, Links, Member, Room, own_place
+from torch_mooncake.weights.members import Go, Head, Links, Member, Room, own_place
 from torch_mooncake.weights.plan import Place
 from torch_mooncake.weights.publish import Published
 from torch_mooncake.weights.quantise import Quantised, copy_in, quantised_locals
@@ -31,7 +33,7 @@ _VIEWED_S = 0.05  # for viewers of the slot that is next; then there is one more
 _LOOK_AGAIN_S = 0.001
 _RANKS_S = 5.0  # what the other ranks give rank 0 beyond its own patience
 
-_WAIT_S = 5.0  # for the head at a time
+_WAIT_S = 0.2  # for the head at a time; then it may be that rank 0 has given up
 
 
 class Publisher:
@@ -52,8 +54,8 @@ class Publisher:
     memory, there is one copy.) Subscribers of the same host read fastest from shared memory: see ``share``.
 
     ``verify``: chunks have checksums (CRC-32C), made by a thread of this process, and every node that takes one
-    compares; None: where bytes go between hosts. ``patience_s``: a subscriber that is waited for, and shows no progress
-    for so long, is waited for no more. For one thread; a context manager.
+    compares; None: where bytes go between hosts, and with what has changed. ``patience_s``: a subscriber that is waited
+    for, and shows no progress for so long, is waited for no more. For one thread; a context manager.
     """
 
     def __init__(
@@ -101,15 +103,17 @@ class Publisher:
         assert memory is not None
         self._memory = memory
         self._member = Member.of(self._engine, memory, own_place(place), world > 1)
-        self._links = Links(self._engine)
+        self._links = Links(self._engine, backoff=True)
         self._watch = Watch(self._links, patience_s)
         self._area = None if self._arena is None else Area(self._engine, self._arena)
         self._maker = None if self._area is None else Maker(self._area)
         self._sums = Sums(self._room, memory, self._member.uid, self._maker)
         self._fits: dict[str, bool] = {}  # targets, by uid
-        self._places = {name: tensor.data_ptr() for name, tensor in here.items()}
+        self._places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in here.items()}
         head = self._room.head()
         self.version = head.version if head is not None else 0  # of what is current
+        self._entered: list[str] = []  # uids of targets, whether they answer or not; as rank 0 knows
+        self._attempt = ""  # the last one that this rank took part in
         self._room.enter(self._member, target=False)
 
     def publish(
@@ -125,10 +129,12 @@ class Publisher:
         that are reading, while they make progress, so that all get some. ``source``: from now on another checkpoint,
         with the same tensors.
 
-        DeadlineExceeded: not all ranks came within ``timeout`` seconds; the version before stays the current one.
+        DeadlineExceeded: not all ranks came within ``timeout`` seconds; the version before stays the current one. All
+        ranks are to call it again then: what was ready for a call that failed is never part of a later one's version.
         LayoutMismatch: a tensor has not the shape any more that it was made with, or lies elsewhere (``in_place``).
         Busy: the version before was not fenced (``in_place``), or all slots are being viewed. Corrupt, IoError: the
-        files of a checkpoint are not what they were when it was described.
+        files of a checkpoint are not what they were when it was described. What kept the last version's checksums from
+        being made is raised by the next call, before it does anything: that version is read without them.
 
         ``mode``, as rank 0 says: "full" sends all bytes. With "auto" a thread of this process finds what has changed
         since the version before, and that goes over networks in the place of what it is much less than: to subscribers
@@ -140,7 +146,8 @@ class Publisher:
             raise InvalidArgument(f'mode is "auto", "full" or "delta", not {mode!r}')
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
-        version = self.version + 1
+        self._sums.check()
+        self._room.stay(self._member, target=False)
         if source is not None:
             if not isinstance(self.source, Share):
                 raise InvalidArgument("only a publisher of a checkpoint publishes another one")
@@ -149,7 +156,27 @@ class Publisher:
         if self._own is not None and self._own.board.version(0) > 0:
             raise Busy(f"version {self.version} can still be read: fence() before the tensors are written")
         targets = self._live_targets() if self._rank == 0 else []
-        slot = self._slot_for(version, targets, deadline, timeout)
+        slot, go = self._slot_for(targets, deadline, timeout)
+        try:
+            self._fill(slot, go.version, here)
+            if self._rank == 0:
+                head = self._flip(go, step, mode, targets, deadline, timeout)
+            else:
+                self._room.say_ready(self._rank, self._member.uid, go.attempt)
+                head = self._await_flip(go, deadline, timeout)
+        except BaseException:
+            self._sums.begin(slot)  # nobody reads what was not published
+            if self._rank == 0 and self._world > 1:
+                with contextlib.suppress(Error):  # without it, the others find out when they begin again
+                    self._room.call_off()
+            raise
+        self.version = go.version
+        self._keep({*head.sources, *head.targets, *self._entered})
+        if head.verify or head.base:
+            self._sums.make(slot, head)
+        return Published(go.version, step, self._memory.manifest.nbytes, time.perf_counter() - started)
+
+    def _fill(self, slot: int, version: int, here: Mapping[str, torch.Tensor]) -> None:
         self._sums.begin(slot)
         if self._own is not None:
             copy_in(self._own.copies, here, self._quantised)
@@ -161,15 +188,6 @@ class Publisher:
         self._memory.board.announce(slot, version)
         self._memory.board.complete(slot)
         self._memory.offer(slot)
-        if self._rank == 0:
-            head = self._flip(version, step, mode, targets, deadline, timeout)
-        else:
-            self._room.say_ready(self._rank, self._member.uid, version)
-            head = self._await_flip(version, deadline, timeout)
-        if head.verify or head.base:
-            self._sums.make(slot, head)
-        self.version = version
-        return Published(version, step, self._memory.manifest.nbytes, time.perf_counter() - started)
 
     def _checked(self) -> dict[str, torch.Tensor]:
         here = local_tensors(self._model)
@@ -179,23 +197,37 @@ class Publisher:
                 continue
             if name not in here or tuple(here[name].shape) != local.shape:
                 raise LayoutMismatch(f"{name}: {list(local.shape)} when the publisher was made, not any more")
-            if self._own is not None and here[name].data_ptr() != self._places[name]:
+            if self._own is not None and (here[name].data_ptr(), here[name].stride()) != self._places[name]:
                 raise LayoutMismatch(f"{name} lies elsewhere than when the publisher was made")
         return here
 
     # --- the slot for a version, and who is still reading another ---
 
-    def _slot_for(self, version: int, targets: list[Member], deadline: float, timeout: float) -> int:
+    def _slot_for(self, targets: list[Member], deadline: float, timeout: float) -> tuple[int, Go]:
         if self._rank > 0:
-            while (kept := self._room.go(version)) is None:
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"rank 0 did not begin with version {version} within {timeout} s")
-                time.sleep(_LOOK_AGAIN_S)
-            return self._free_slot(set(kept))
-        slot, kept_ = self._await_slot(targets)
+            go = self._await_go(deadline, timeout)
+            self._attempt = go.attempt
+            self.version = go.version - 1  # also if rank 0 has published one that this rank had given up
+            return self._free_slot(set(go.kept)), go
+        if (head := self._room.head()) is not None:
+            self.version = max(self.version, head.version)  # one may have been published by a call that failed then
+        slot, kept = self._await_slot(targets)
+        go = Go(self.version + 1, uuid.uuid4().hex, tuple(sorted(kept)))
         if self._world > 1:
-            self._room.let_go(version, sorted(kept_))
-        return slot
+            self._room.let_go(go)
+        return slot, go
+
+    def _await_go(self, deadline: float, timeout: float) -> Go:
+        """An attempt that this rank has not taken part in yet, and that has not succeeded without it."""
+        while True:
+            go = self._room.go()
+            if go is not None and go.attempt != self._attempt and go.version > self.version:
+                head = self._room.head()
+                if head is None or head.version < go.version:
+                    return go
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"rank 0 did not begin with version {self.version + 1} within {timeout} s")
+            time.sleep(_LOOK_AGAIN_S)
 
     def _await_slot(self, targets: list[Member]) -> tuple[int, set[int]]:
         self._watch.begin()
@@ -216,7 +248,7 @@ class Publisher:
         return sorted(free, key=lambda slot: versions[slot])
 
     def _free_slot(self, kept: set[int]) -> int:
-        """The oldest that nobody needs, else one more, else the oldest that nobody views."""
+        """The oldest that nobody needs, else one more, else the oldest that nobody views; not the current one."""
         if self._arena is None:
             return 0
         for slot in self._unneeded(kept):
@@ -226,6 +258,8 @@ class Publisher:
             return more
         slots = sorted(range(len(self._arena.slots)), key=self._arena.board.version)
         for slot in slots:
+            if self._arena.board.version(slot) == self.version > 0:
+                continue
             if self._arena.take(slot, self._patience_s):
                 return slot
         raise Busy(f"all {len(slots)} slots of {self._room.name!r} are being viewed")
@@ -235,7 +269,7 @@ class Publisher:
     def _live_targets(self) -> list[Member]:
         """Those that are there."""
         found = []
-        uids = self._room.targets()
+        self._entered = uids = self._room.targets()
         for uid, member in zip(uids, self._room.members(uids), strict=True):
             if member is None:
                 continue
@@ -249,29 +283,39 @@ class Publisher:
         return found
 
     def _flip(
-        self, version: int, step: int | None, mode: str, targets: list[Member], deadline: float, timeout: float
+        self, go: Go, step: int | None, mode: str, targets: list[Member], deadline: float, timeout: float
     ) -> Head:
-        sources: list[Member] = []
-        while len(sources) < self._world:
-            rank = len(sources)
-            uid = self._member.uid if rank == 0 else self._room.ready(rank, version)
-            member = self._member if rank == 0 else None if uid is None else self._room.member(uid)
-            if member is not None:
-                sources.append(member)
-            elif time.monotonic() > deadline:
-                raise DeadlineExceeded(f"rank {rank} did not publish version {version} within {timeout} s")
-            else:
-                time.sleep(_LOOK_AGAIN_S)
+        sources = self._await_ranks(go, deadline, timeout)
         self._judge(targets, sources)
         takers = [member for member in targets if self._fits[member.uid]]
         hosts = {member.place.host for member in (*sources, *takers)}
+        base = self.version if self._delta(mode, len(hosts)) else 0
         head = Head(
-            version, step, tuple(member.uid for member in sources), tuple(member.uid for member in takers),
-            self._subset, len(hosts) > 1 if self._verify is None else self._verify,
-            self.version if self._delta(mode, len(hosts)) else 0, mode == "delta",
+            go.version, step, tuple(member.uid for member in sources), tuple(member.uid for member in takers),
+            self._subset, len(hosts) > 1 or base > 0 if self._verify is None else self._verify,
+            base, mode == "delta", go.attempt,
         )  # fmt: skip
         self._room.replace_head(head)
         return head
+
+    def _keep(self, uids: set[str]) -> None:
+        """What is known of these members only; of the others everything is looked up again, if they come again."""
+        self._room.keep(uids)
+        self._links.keep(uids)
+        self._fits = {uid: fits for uid, fits in self._fits.items() if uid in uids}
+
+    def _await_ranks(self, go: Go, deadline: float, timeout: float) -> list[Member]:
+        """All trainer ranks, when all are ready at one look: one that died meanwhile and came again is not."""
+        while True:
+            uids = self._room.ready(self._world, go.attempt) if self._world > 1 else []
+            members = [None if uid is None else self._room.member(uid) for uid in uids]
+            found = [member for member in members if member is not None]
+            if len(found) == len(members):
+                return [self._member, *found]
+            if time.monotonic() > deadline:
+                rank = members.index(None) + 1
+                raise DeadlineExceeded(f"rank {rank} did not publish version {go.version} within {timeout} s")
+            time.sleep(_LOOK_AGAIN_S)
 
     def _delta(self, mode: str, hosts: int) -> bool:
         """Whether there are blobs of what has changed since the version before."""
@@ -293,12 +337,18 @@ class Publisher:
             fits = fitting([source.manifest for source in sources], manifests, subset=self._subset, partial=part)
             self._fits.update(zip((member.uid for member in some), fits, strict=True))
 
-    def _await_flip(self, version: int, deadline: float, timeout: float) -> Head:
-        seen = None
-        while (head := self._room.head()) is None or head.version < version:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"rank 0 did not publish version {version} within {timeout} s")
-            seen = self._room.await_head(seen, max(0.0, min(deadline - time.monotonic(), _WAIT_S))) or seen
+    def _await_flip(self, go: Go, deadline: float, timeout: float) -> Head:
+        seen, over = None, False
+        while (head := self._room.head()) is None or head.attempt != go.attempt or self._member.uid not in head.sources:
+            if over:
+                raise DeadlineExceeded(f"rank 0 did not publish version {go.version} within {timeout} s, or gave it up")
+            over = self._room.go() != go
+            if not over and time.monotonic() > deadline:
+                self._room.say_ready(self._rank, self._member.uid, "")
+                over = True
+            if not over:
+                left = min(deadline - time.monotonic(), _WAIT_S)
+                seen = self._room.await_head(seen, max(0.0, left)) or seen
         return head
 
     # --- after the flip ---
@@ -364,14 +414,15 @@ class Publisher:
 
     def close(self) -> None:
         """What was published can be had no more, except from subscribers."""
-        self._sums.close()
-        self._links.close()
-        self._room.leave(self._member.uid)
-        if self._area is not None:
-            self._area.close()
-        self._memory.close()
-        if self._own_engine:
-            self._engine.close()
+        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+            if self._own_engine:
+                last_first.callback(self._engine.close)
+            last_first.callback(self._memory.close)
+            if self._area is not None:
+                last_first.callback(self._area.close)
+            last_first.callback(self._room.leave, self._member.uid)
+            last_first.callback(self._links.close)
+            last_first.callback(self._sums.close)
 
     def __enter__(self) -> Publisher:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from torch_mooncake.errors import (
 )
 from torch_mooncake.pool import Version
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, copy_tensors
+from torch_mooncake.weights.arena import SLOTS, Arena, Memory, OwnTensors, check_shapes, copy_tensors
 from torch_mooncake.weights.board import WANTED
 from torch_mooncake.weights.bring import Bringer, Brought, NobodyHasIt, Torn
 from torch_mooncake.weights.delta import Area
@@ -168,9 +169,9 @@ class Subscriber:
         """Waits for a version newer than the model's and puts it in place.
 
         The model is as it was when this raises: DeadlineExceeded (no newer version is complete within ``timeout``
-        seconds), PeerLost (a trainer is lost before all had its part; a later call tries again), Corrupt (bytes arrived
-        with wrong checksums, again and again), LayoutMismatch (the first ten differences), Unsupported ("view": no slot
-        of this host has the tensors as they are here), Closed.
+        seconds), PeerLost (a trainer is lost before all had its part; a later call tries again), PoolUnavailable (a
+        later call tries again), Corrupt (bytes arrived with wrong checksums, again and again), LayoutMismatch (the
+        first ten differences), Unsupported ("view": no slot of this host has the tensors as they are here), Closed.
 
         But Torn (``flip="direct"``): it failed on the way, for the reason that is its cause, and the model has parts of
         two versions, as ``torn`` says. The next call that succeeds makes it whole.
@@ -185,22 +186,33 @@ class Subscriber:
                 if left <= 0:
                     raise self._too_late(timeout)
                 self._changed.wait(left)
-            ready, self._ready = self._ready, None
+            ready = self._ready
             self._put_in_place(ready)
+            self._ready = None
             self.version, self.step = ready.head.version, ready.head.step
         return Update(ready.head.version, ready.head.step, ready.nbytes, ready.seconds, ready.delta_nbytes)
 
     def try_update(self) -> Update | None:
-        """As ``update``, without waiting: None if there is no newer version to be had."""
+        """As ``update``, without waiting for a version: None if there is no newer one to be had. ("direct": it
+        takes the time that the bytes take, 30 s at most.)"""
         if self._flip in ("direct", "view"):
-            head = self._room.head()
-            if self._broken is None and not self._closed and (head is None or head.version <= self.version):
-                return None
-            return self.update()
+            return self._try_now(30)
         with self._changed:
             if self._ready is None and self._error is None and self._broken is None and not self._closed:
                 return None
-        return self.update(timeout=0)
+            return self.update(timeout=0)
+
+    def _try_now(self, timeout: float) -> Update | None:
+        self._raise_what_happened()
+        head = self._room.head()
+        if head is None or head.version <= self.version:
+            return None
+        try:
+            return self._take(head, time.monotonic() + timeout, timeout)
+        except (Superseded, NobodyHasIt, DeadlineExceeded) as error:
+            if self.torn:
+                raise Torn("the model is torn, and the version cannot be had now") from error
+            return None
 
     def _raise_what_happened(self) -> None:
         if self._broken is not None:
@@ -229,21 +241,30 @@ class Subscriber:
 
     def _refer_to(self, views: Mapping[str, torch.Tensor]) -> None:
         aliases = self._memory.manifest.aliases
-        for name, tensor in _own_tensors(self._model).items():
-            tensor.data = views[aliases.get(name, name)]
+        own = _own_tensors(self._model)
+        found = {name: views[root] for name in own if (root := aliases.get(name, name)) in views}
+        check_shapes(own, found, own)
+        for name, tensor in own.items():
+            tensor.data = found[name]
 
     def _run(self) -> None:
         seen: Version | None = None
         told = 0
         try:
             while not self._closed:
-                found = self._room.await_head(seen, _WAIT_S)
-                head = None if found is None else self._room.head()
-                if head is not None and head.version > self._brought and self._arena is not None:
-                    self._attempt(head)
-                else:
-                    seen = seen if found is None else found
-                version = self._brought if self._arena is not None else head.version if head is not None else 0
+                version = 0
+                try:
+                    found = self._room.await_head(seen, _WAIT_S)
+                    head = None if found is None else self._room.head()
+                    if head is not None and head.version > self._brought and self._arena is not None:
+                        self._attempt(head)
+                    else:
+                        seen = seen if found is None else found
+                    version = self._brought if self._arena is not None else head.version if head is not None else 0
+                except Error as error:
+                    if not error.retryable:
+                        raise
+                    self._pause(error, lambda: False)  # the pool is away; it may come again
                 if self._on_version is not None and version > told:
                     told = version
                     self._on_version(version)
@@ -260,6 +281,7 @@ class Subscriber:
                 raise Unsupported('flip="swap" is for all of the weights; a subset is published')
             slot = self._free_slot()
             ready = self._bringer.bring(head, slot, lambda: self._closed)
+            self._bringer.keep(head)
             self._memory.offer(slot)
         except Superseded:
             time.sleep(_LEAST_PAUSE_S)
@@ -268,11 +290,7 @@ class Subscriber:
             time.sleep(_MOST_PAUSE_S)
             return
         except (PeerLost, DeadlineExceeded, LayoutMismatch, Corrupt) as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-                newer = _Newer(self._room, head)
-                self._changed.wait_for(lambda: self._closed or newer(), _RETRY_S)
+            self._pause(error, _Newer(self._room, head))
             return
         with self._changed:
             self._error = None
@@ -280,6 +298,14 @@ class Subscriber:
             self._latest = ready.slot
             self._brought = head.version
             self._changed.notify_all()
+
+    def _pause(self, error: Error, over: Callable[[], bool]) -> None:
+        """``update`` raises the error, and there is another attempt a little later, or when it is ``over()``."""
+        with self._changed:
+            if self._arena is not None:  # else ``update`` asks for itself
+                self._error = error
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or over(), _RETRY_S)
 
     def _free_slot(self) -> int:
         """The slot for the next version: not the one that the model is in, nor one that is viewed; and, if there is a
@@ -328,13 +354,10 @@ class Subscriber:
                         raise Torn(f"the model is torn: {self._too_late(timeout)}") from cause
                     raise self._too_late(timeout) from cause
                 try:
-                    update = self._direct(head) if self._flip == "direct" else self._view(head)
+                    return self._take(head, deadline, timeout)
                 except (Superseded, NobodyHasIt) as error:
                     cause = error
                     time.sleep(min(_LEAST_PAUSE_S, max(0.0, deadline - time.monotonic())))
-                    continue
-                self.version, self.step = head.version, head.step
-                return update
         finally:
             if self._flip == "view":
                 self._memory.board.begin(1)
@@ -349,17 +372,28 @@ class Subscriber:
                 return None
             self._head = self._room.await_head(self._head, min(left, _WAIT_S)) or self._head
 
-    def _direct(self, head: Head) -> Update:
+    def _take(self, head: Head, deadline: float, timeout: float) -> Update:
+        """One attempt at it. Superseded, NobodyHasIt."""
+        update = self._direct(head, deadline, timeout) if self._flip == "direct" else self._view(head)
+        self._bringer.keep(head)
+        self.version, self.step = head.version, head.step
+        return update
+
+    def _direct(self, head: Head, deadline: float, timeout: float) -> Update:
         self._bringer.check_sources(head)
         before = self.torn
         try:
             self.torn = True
-            brought = self._bringer.bring(head, 0, lambda: self._closed)
+            brought = self._bringer.bring(head, 0, lambda: self._closed or time.monotonic() > deadline)
         except BaseException as error:
+            late = isinstance(error, Cancelled) and not self._closed
+            reason = self._too_late(timeout) if late else error
             progress = self.progress
             self.torn = before or (progress is not None and progress.version == head.version and progress.began)
-            if isinstance(error, Error) and self.torn:
-                raise Torn(f"the model is torn: {error}") from error
+            if isinstance(reason, Error) and self.torn:
+                raise Torn(f"the model is torn: {reason}") from reason
+            if late:
+                raise reason from None
             raise
         self.torn = False
         return Update(head.version, head.step, brought.nbytes, brought.seconds)
@@ -387,15 +421,16 @@ class Subscriber:
             self._thread.join()
         if self._flip == "view" and self.version:
             self._refer_to({name: tensor.clone() for name, tensor in local_tensors(self._model).items()})
-        self._room.leave(self._member.uid)
-        self._bringer.links.close()
-        if self._staging is not None:
-            self._staging.close()
-        if self._area is not None:
-            self._area.close()
-        self._memory.close()
-        if self._own_engine:
-            self._engine.close()
+        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+            if self._own_engine:
+                last_first.callback(self._engine.close)
+            last_first.callback(self._memory.close)
+            if self._area is not None:
+                last_first.callback(self._area.close)
+            if self._staging is not None:
+                last_first.callback(self._staging.close)
+            last_first.callback(self._bringer.links.close)
+            last_first.callback(self._room.leave, self._member.uid)
 
     def __enter__(self) -> Subscriber:
         return self

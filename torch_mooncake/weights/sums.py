@@ -49,21 +49,29 @@ class Sums:
         with self._lock:
             self._memory.board.withdraw(slot)
 
+    def check(self) -> None:
+        """Raises what went wrong with an earlier version; once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
     def make(self, slot: int, head: Head) -> None:
-        """Of the version that is in the slot. What went wrong with an earlier one is raised."""
-        if self._error is not None:
-            raise self._error
+        """Of the version that is in the slot. If it cannot be done, the board says so, and ``check`` why."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tm-weights-sums", daemon=True)
             self._thread.start()
         self._queue.put((slot, head))
 
     def _run(self) -> None:
-        try:
-            while (item := self._queue.get()) is not None:
-                self._make(*item)
-        except BaseException as error:  # make() raises it
-            self._error = error
+        while (item := self._queue.get()) is not None:
+            slot, head = item
+            try:
+                self._make(slot, head)
+            except Exception as error:  # check() raises it
+                self._error = error
+                with self._lock:
+                    if self._memory.board.version(slot) == head.version:
+                        self._memory.board.set_plan(slot, NO_PLAN)  # readers go on without
 
     def _make(self, slot: int, head: Head) -> None:
         members = self._room.members((*head.sources, *head.targets))
@@ -77,6 +85,7 @@ class Sums:
             board.set_plan(slot, tag)
         if self._maker is not None and head.base:
             self._maker.begin(slot, head.version)
+        nbytes = 0
         for number, at, lengths, itemsize in self._chunks if tag != NO_PLAN else ():
             if head.base and not self._put_blob(slot, head, number, at, lengths, itemsize):
                 return
@@ -87,6 +96,8 @@ class Sums:
                 if board.version(slot) != head.version:
                     return
                 board.put_sum(slot, number, crc)
+                nbytes += int(lengths.sum())
+                board.advance(slot, nbytes)  # a sign of life for those who wait for a sum
 
     def _put_blob(self, slot: int, head: Head, number: int, at: Ints, lengths: Ints, itemsize: int) -> bool:
         """False: the slot holds something else by now."""

@@ -97,11 +97,13 @@ class Upstream:
         self._region = engine.register(self._words)
         self._ask: Op | None = None
         self._asked: list[Route] = []
+        self._last = 0  # where the look under way brings the header once more
         self._proves: list[tuple[Route, int]] = []  # those that the look under way may prove
         self.sums: dict[tuple[int, int], int | None] = {}  # (route, chunk): None: it has none
         self._summed: list[tuple[Route, int, int]] = []  # whose checksums the look brings: route, first chunk, number
         self._known: dict[int, int] = {}  # route: up to which chunk the checksums are known, without a gap
         self._restarts = 0
+        self._row = b""  # what a source's board said of the slot
         self._next_ask = 0.0
 
     def give(self, route: Route) -> None:
@@ -137,7 +139,10 @@ class Upstream:
         self._worded = self._unknown_words() if self.deltas and self.slot is not None else []
         there += [blob_offset(self.slot or 0, route.chunks.first + chunk) for route, chunk, _ in self._worded]
         sizes += [8 * count for _, _, count in self._worded]
+        there.append(0)  # once more: what lies between is of what both say
+        sizes.append(HEADER_NBYTES)
         here = np.concatenate([[0], np.cumsum(sizes)])
+        self._last = int(here[-2]) // 8
         self.looked += int(here[-1])
         if len(self._words) * 8 < here[-1]:
             self._engine.deregister(self._region)
@@ -180,7 +185,8 @@ class Upstream:
         ask, self._ask = self._ask, None
         ask.wait()
         self._next_ask = time.monotonic() + _ASK_S
-        header = self._words[: HEADER_NBYTES // 8].reshape(MAX_SLOTS, HEADER)
+        first = self._words[: HEADER_NBYTES // 8].reshape(MAX_SLOTS, HEADER)
+        header = self._words[self._last : self._last + HEADER_NBYTES // 8].reshape(MAX_SLOTS, HEADER)
         versions = header[:, VERSION]
         slots = np.flatnonzero(versions == self.version)
         if self.slot is not None and self.slot not in slots:
@@ -189,26 +195,31 @@ class Upstream:
             if np.abs(versions).max() >= self.version:  # a newer one, or this one, withdrawn
                 raise Superseded
             return []
-        slot = int(slots[0])
+        slot = int(slots[0]) if self.slot is None else self.slot
+        row = header[slot].tobytes()
+        if self.source and row != self._row:  # it makes checksums, or begins to
+            self._row, self.last_news = row, time.monotonic()
         plan, complete, restarts = header[slot, [PLAN, COMPLETE, RESTARTS]].tolist()
         if self.slot is not None and restarts != self._restarts:
             raise Superseded
         self.slot, self._restarts = slot, restarts
+        steady = first[slot, [VERSION, PLAN, RESTARTS]].tolist() == [self.version, plan, restarts]
         if plan == NO_PLAN and self.source:
             self._verify = False
         if complete:
             if self._verify and not self.source and plan != self._tag:
                 raise PeerLost(f"{self.member.record.name} got the version another way, and has no checksums of it")
             seen = {route.number: (len(route.chunks.parts),) * 2 for route in self.routes}
-        elif plan == self._tag:
-            first = HEADER_NBYTES // 8
-            rows = self._words[first : first + len(self._asked) * COUNTER_NBYTES // 8]
+        elif steady and plan == self._tag:
+            begin = HEADER_NBYTES // 8
+            rows = self._words[begin : begin + len(self._asked) * COUNTER_NBYTES // 8]
             counts = rows.reshape(-1, MAX_SLOTS, COUNTERS)[:, slot].tolist()
             seen = {route.number: (row[0], row[1]) for route, row in zip(self._asked, counts, strict=True)}
         else:
             seen = {}
-        self._take_words(plan)
-        if plan == self._tag:
+        if steady:
+            self._take_words(plan)
+        if steady and plan == self._tag:
             self._learn_sums()
         self.has = {route.number: self._may_ask(route, seen.get(route.number, (0, 0))[0]) for route in self.routes}
         proven = [item for item in self._proves if item[1] < seen.get(item[0].number, (0, 0))[1]]

@@ -142,6 +142,20 @@ TEST_CASE("everything hangs: ops end by their deadline, and the memory is the ca
   }
 }
 
+TEST_CASE("everything hangs, the session ends and then the engine: ops end, and let go of the memory") {
+  for (bool writes : {true, false}) {
+    CAPTURE(writes);
+    Rails rails(2, kMiB);
+    for (size_t i : {0, 1}) rails.here->device(i).set_hanging(true);
+    auto op = writes ? rails.write(kMiB, {}) : rails.read(kMiB, {});
+    rails.b->close();
+    while (rails.a->stats().sessions > 0) std::this_thread::yield();
+    rails.a->close();  // before what is posted is given up
+    CHECK(op->wait(soon(5000)).code() == Code::peer_lost);
+    REQUIRE(op->ended());
+  }
+}
+
 TEST_CASE("cancel leaves other ops alone") {
   constexpr size_t kBytes = 64 * kMiB / kSlower;
   Rails rails(2, kBytes);

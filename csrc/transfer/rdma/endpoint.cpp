@@ -268,4 +268,13 @@ void RdmaEndpoint::wait_at_rest(Deadline deadline) {
     changed_.wait_past(seen, std::chrono::milliseconds(10));
 }
 
+void RdmaEndpoint::take_back() {
+  std::vector<RdmaLanePtr> lanes;
+  {
+    Turn turn(*this);
+    lanes = lanes_;
+  }
+  for (auto& lane : lanes) late(*lane, INT64_MAX);
+}
+
 }  // namespace torch_mooncake::transfer::rdma

@@ -64,6 +64,8 @@ class RdmaEndpoint final : public TransportEndpoint {
   void session_over(const Status& why) override;
   // After the session: until no NIC touches our memory for this peer (at most about kFlushNs).
   void wait_at_rest(Deadline deadline);
+  // After the NICs' threads: destroys what they have not flushed, so that no NIC touches our memory any more.
+  void take_back();
 
   // --- By parts, lanes and passive pairs.
   void stop(const RdmaPartPtr& part, const Status& why);

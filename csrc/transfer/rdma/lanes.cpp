@@ -261,7 +261,7 @@ void RdmaEndpoint::fail(RdmaLane& lane, const Status& why, Later& later) {
 }
 
 // A NIC that does not flush (it has died) lets go of the memory when the queue pair is destroyed. This thread is the
-// NIC's, so nobody else handles its completions now.
+// NIC's, or that has ended: nobody else handles its completions now.
 bool RdmaEndpoint::late(RdmaLane& lane, int64_t now_ns) {
   HeldPairPtr pair;
   {

@@ -314,7 +314,7 @@ void RdmaEndpoint::settled(RdmaLane& lane, Later& later) {
     auto& part = posted.part;
     --part->unsettled_;
     if (part->stopped_) {
-      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) part->op().quiescent(*part);
+      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) later.add([part] { part->op().quiescent(*part); });
       continue;
     }
     if (part->over_ || part->answered_) continue;

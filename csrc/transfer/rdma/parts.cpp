@@ -226,8 +226,10 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   const bool write = part->is_write();
   uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
-  if (part->unsettled_ == 0) part->op().quiescent(*part);
-  later.add([part, outcome = part->outcome_] { part->op().part_done(part, outcome); });
+  later.add([part, outcome = part->outcome_, settled = part->unsettled_ == 0] {
+    if (settled) part->op().quiescent(*part);
+    part->op().part_done(part, outcome);
+  });
 }
 
 void RdmaEndpoint::end_at_rest(const RdmaPartPtr& part, Later& later) {

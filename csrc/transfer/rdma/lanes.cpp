@@ -287,6 +287,7 @@ bool RdmaEndpoint::late(RdmaLane& lane, int64_t now_ns) {
     if (part->stopped_ || part->answered_) end_at_rest(part, turn);
   }
   flushed(lane, turn);
+  pump(turn);
   return false;
 }
 

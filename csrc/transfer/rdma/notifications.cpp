@@ -93,7 +93,10 @@ void RdmaEndpoint::answered(const RdmaPartPtr& part, uint64_t id, const Status& 
   Turn turn(*this);
   if (part->over_ || part->stopped_ || part->notify_id_ != id) return;
   if (part->recalling_ && status.code() == Code::cancelled) return;  // as it has been recalled
-  if (!status) return stop(part, status, turn);
+  if (!status) {
+    stop(part, status, turn);
+    return pump(turn);
+  }
   part->answered_ = true;
   part->immediate_due_ = part->recalling_ = false;
   if (std::exchange(part->ready_, false)) std::erase(ready_, part);
@@ -116,7 +119,10 @@ void RdmaEndpoint::recalled(const RdmaPartPtr& part, uint64_t id, const Result<r
   Turn turn(*this);
   if (part->over_ || part->stopped_ || part->answered_ || part->notify_id_ != id) return;
   part->recalling_ = false;
-  if (!answer) return stop(part, answer.status(), turn);
+  if (!answer) {
+    stop(part, answer.status(), turn);
+    return pump(turn);
+  }
   auto held = std::exchange(part->held_, {});
   if (ByteReader(answer->body).get<uint8_t>() != 0) return;  // delivered: the answer to it is on its way
   notifying_.erase(id);

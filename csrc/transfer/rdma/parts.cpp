@@ -191,6 +191,7 @@ void RdmaEndpoint::flush_here(const RdmaPartPtr& part, Later& later) {
 void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why) {
   Turn turn(*this);
   stop(part, why, turn);
+  pump(turn);  // for a notification that has waited for its end
 }
 
 void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why, Later& later) {

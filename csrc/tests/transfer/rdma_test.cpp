@@ -87,6 +87,24 @@ TEST_CASE("a request that fails takes its rail out; its slices go elsewhere, and
   }
 }
 
+TEST_CASE("a request that no rail can carry fails its op at once, and is not sent again") {
+  Rails rails(1, kMiB);
+  fill(rails.source.data, kMiB, 12);
+  for (bool writes : {true, false}) {
+    CAPTURE(writes);
+    auto before = rails.a->stats();
+    rails.here->device(0).fail_request(0, Outcome::invalid_request);
+    auto op = writes ? rails.write(4096) : rails.read(4096);
+    CHECK(op->wait().code() == Code::invalid_argument);
+    CHECK(op->state() == OpState::failed);
+    CHECK(op->status().message().find("refuses a request") != std::string::npos);
+    CHECK(rails.a->stats().resent_slices == before.resent_slices);
+    rails.wait_for_rails(1);
+    REQUIRE_OK(rails.write(kMiB)->wait());
+    CHECK(mismatch(rails.target.data, kMiB, 12) == kMiB);
+  }
+}
+
 TEST_CASE("a port goes down in the middle, and up again") {
   Rails rails(2, 64 * kMiB);
   fill(rails.source.data, 64 * kMiB, 3);

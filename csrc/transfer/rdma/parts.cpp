@@ -115,6 +115,8 @@ void RdmaEndpoint::completed(RdmaLane& lane, const Completion& completion, Later
     lane.unsettled_.push_back(posted);
     if (last && completion.outcome == Outcome::remote_access)
       stop(part, {Code::key_not_found, "the remote region was deregistered, or its rights changed"}, later);
+    else if (last && completion.outcome == Outcome::invalid_request)
+      stop(part, {Code::invalid_argument, lane.rail() + " refuses a request: " + completion.detail}, later);
     else if (last && completion.outcome != Outcome::flushed && ++part->failures_ > RdmaPart::kAttempts)
       stop(part, {Code::peer_lost, lane.rail() + ": " + completion.detail}, later);
     if (part->stopped_ || part->answered_) end_at_rest(part, later);

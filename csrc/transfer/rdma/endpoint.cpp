@@ -217,19 +217,18 @@ void RdmaEndpoint::enqueue(RdmaPartPtr part) {
 }
 
 void RdmaEndpoint::take_in(Later& later) {
-  while (!inbox_.empty()) {
-    for (auto& part : inbox_.take()) {
-      if (part->stopped_) continue;
-      if (over_) {
-        stop(part, peer_.session()->status(), later);
-      } else if (part->slices_.empty()) {
-        moved(part, later);
-      } else {
-        ready_or_leave(part, later);
-      }
+  if (inbox_.empty()) return;
+  for (auto& part : inbox_.take()) {
+    if (part->stopped_) continue;
+    if (over_) {
+      stop(part, peer_.session()->status(), later);
+    } else if (part->slices_.empty()) {
+      moved(part, later);
+    } else {
+      ready_or_leave(part, later);
     }
-    pump(later);
   }
+  pump(later);
 }
 
 // ---- The end

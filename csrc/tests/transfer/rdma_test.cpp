@@ -244,6 +244,16 @@ TEST_CASE("a record of an rdma region that makes no sense is an error, never a g
   };
   CHECK(parse_rdma_record(record(4096, {1, 2}), 8192).is_ok());
   CHECK(parse_rdma_record(record(4096, {}), 0).is_ok());
+  auto of_nics = [](uint32_t nics) {
+    ByteWriter out;
+    out.put(uint64_t{4096}).put(uint64_t{4096}).put(uint64_t{64}).put(uint8_t{0}).put(nics);
+    for (uint32_t i = 0; i < nics; ++i) {
+      out.put(std::string_view("nic")).put(uint8_t{3}).put(uint32_t{7}).put(uint32_t{1}).put(uint32_t{9});
+    }
+    return out.take();
+  };
+  CHECK(parse_rdma_record(of_nics(256), 4096).is_ok());
+  CHECK(!parse_rdma_record(of_nics(257), 4096).is_ok());
   for (auto& bad : {record(4096, {1}), record(4096, {1, 2, 3}), record(0, {1, 2}), record(1ull << 40, {1})})
     CHECK(!parse_rdma_record(bad, 8192).is_ok());
   auto whole = record(4096, {1, 2});

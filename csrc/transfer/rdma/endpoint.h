@@ -144,6 +144,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   void notify_over(RdmaPart& part, Later& later);
   void begin_waiting_notifications(Later& later);
   void send_last_by_message(uint64_t id, Later& later);
+  Incoming* incoming_at(uint64_t id);  // made if need be; null: no honest peer has so many
   void deliver(uint64_t id, Later& later);
   bool delivered(uint64_t id) const { return id < delivered_below_ || delivered_.count(id) > 0; }
   void set_delivered(uint64_t id);

@@ -227,7 +227,9 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   if (std::exchange(part->over_, true)) return;
   notify_over(*part, later);
   const bool write = part->is_write();
-  uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
+  const uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
+  if (moved > part->counted_nbytes_)  // the peer says that they are there, before completions of ours do
+    part->op().add_bytes_done(moved - std::exchange(part->counted_nbytes_, moved));
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
   later.add([part, outcome = part->outcome_, settled = part->unsettled_ == 0] {
     if (settled) part->op().quiescent(*part);

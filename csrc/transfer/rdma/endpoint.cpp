@@ -219,6 +219,7 @@ void RdmaEndpoint::enqueue(RdmaPartPtr part) {
 void RdmaEndpoint::take_in(Later& later) {
   if (inbox_.empty()) return;
   for (auto& part : inbox_.take()) {
+    later.keep(part);
     if (part->stopped_) continue;
     if (over_) {
       stop(part, peer_.session()->status(), later);

@@ -279,6 +279,7 @@ bool RdmaEndpoint::late(RdmaLane& lane, int64_t now_ns) {
   Turn turn(*this);
   while (!lane.posted_.empty()) {
     auto posted = lane.pop();
+    turn.later().keep(posted.part);
     if (!posted.moves()) continue;
     auto& part = posted.part;
     --part->posted_;
@@ -313,6 +314,7 @@ void RdmaEndpoint::settled(RdmaLane& lane, Later& later) {
   later.destroy(lane.release_queue_pair());
   for (auto& posted : std::exchange(lane.unsettled_, {})) {
     auto& part = posted.part;
+    later.keep(part);
     --part->unsettled_;
     if (part->stopped_) {
       if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) later.add([part] { part->op().quiescent(*part); });

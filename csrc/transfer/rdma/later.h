@@ -20,6 +20,10 @@ class RdmaEndpoint::Later {
     for (auto& action : actions_) action();
   }
   void add(std::function<void()> action) { actions_.push_back(std::move(action)); }
+  // What may be the last reference goes with this.
+  void keep(RdmaPartPtr part) {
+    if (part && (kept_.empty() || kept_.back() != part)) kept_.push_back(std::move(part));
+  }
   // On the thread that also makes those of this NIC, before the next.
   void destroy(HeldPairPtr pair) {
     if (!pair) return;
@@ -30,7 +34,8 @@ class RdmaEndpoint::Later {
 
  private:
   EngineImpl& engine_;
-  std::vector<std::function<void()>> actions_;
+  std::vector<RdmaPartPtr> kept_;
+  std::vector<std::function<void()>> actions_;  // goes first
 };
 
 // The mutex is this thread's until the scope ends. Submitting threads do not wait for it: what they have put into the

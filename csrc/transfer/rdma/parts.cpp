@@ -94,6 +94,7 @@ void RdmaEndpoint::completed(RdmaLane& lane, const Completion& completion, Later
     bool last = lane.first_id() == completion.id;
     auto posted = lane.pop();
     auto& part = posted.part;
+    later.keep(part);
     if (!part) {
       Status outcome;
       if (!good) outcome = {Code::io, completion.detail};

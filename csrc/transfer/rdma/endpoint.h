@@ -120,8 +120,8 @@ class RdmaEndpoint final : public TransportEndpoint {
   void make_ready(const RdmaPartPtr& part);
   void ready_or_leave(const RdmaPartPtr& part, Later& later);
   void pump(Later& later);
-  static const RdmaPart::Regions* regions_of_next(const RdmaPart& part);  // null: any lane will do
-  RdmaLane* best_lane(const RdmaPart::Regions* regions) const;
+  static RdmaPart::Needs needs_of_next(const RdmaPart& part);
+  RdmaLane* best_lane(const RdmaPart::Needs& needs) const;
   void completed(RdmaLane& lane, const Completion& completion, Later& later);
   void slice_done(const RdmaPartPtr& part, uint32_t slice, Later& later);
   void data_done(const RdmaPartPtr& part, Later& later);

@@ -25,21 +25,23 @@ void RdmaEndpoint::ready_or_leave(const RdmaPartPtr& part, Later& later) {
   if (!hopeless_) without_rails(part, hopeless_, later);
 }
 
-const RdmaPart::Regions* RdmaEndpoint::regions_of_next(const RdmaPart& part) {
+RdmaPart::Needs RdmaEndpoint::needs_of_next(const RdmaPart& part) {
   const uint32_t index = part.peek();
-  if (index == RdmaPart::kImmediate) return nullptr;
+  if (index == RdmaPart::kImmediate) return {};
   auto& slice = part.slices_[index];
-  return &part.regions_[slice.check ? part.checks_[slice.regions].regions : slice.regions];
+  if (!slice.check) return {&part.regions_[slice.regions], nullptr};
+  auto& check = part.checks_[slice.regions];
+  return {&part.regions_[check.regions], check.slot.get()};
 }
 
 // Of those that are up and nearest to that memory, at both ends, the one with the least bytes under way. If it takes no
 // more, the slice waits: those farther away are for when none near is up.
-RdmaLane* RdmaEndpoint::best_lane(const RdmaPart::Regions* regions) const {
+RdmaLane* RdmaEndpoint::best_lane(const RdmaPart::Needs& needs) const {
   RdmaLane* best = nullptr;
   int nearest = INT32_MAX;
   for (auto& lane : lanes_) {
     if (lane->state_ != RdmaLane::State::up) continue;
-    const int rank = regions ? lane->rank(*regions) : 0;
+    const int rank = lane->rank(needs);
     if (rank < 0 || rank > nearest) continue;
     if (rank < nearest) best = nullptr;
     nearest = rank;
@@ -54,11 +56,11 @@ void RdmaEndpoint::pump(Later& later) {
   std::vector<RdmaPartPtr> passed;
   while (!ready_.empty()) {
     auto part = ready_.front();
-    auto* lane = best_lane(regions_of_next(*part));
+    auto* lane = best_lane(needs_of_next(*part));
     if (lane == nullptr) {
       passed.push_back(std::move(part));
       ready_.pop_front();
-      if (passed.size() == kPassed || !best_lane(nullptr)) break;
+      if (passed.size() == kPassed || !best_lane({})) break;
       continue;
     }
     const uint32_t slice = part->take();

@@ -151,9 +151,12 @@ void EngineImpl::attach() {
 
 EngineImpl::~EngineImpl() {
   if (getpid() != pid_) {
+    const bool rdma = !nics_.empty();
     rpc_.release();  // its threads are the parent's: nothing of it can be ended here
     new rdma::Nics(std::move(nics_));
     new std::shared_ptr<rdma::WordTable>(std::move(words_));
+    // Nor may regions end their registrations: the descriptor that this goes through is the parent's as well.
+    if (rdma) new std::shared_ptr<RegionTable>(std::move(regions_));
     return;
   }
   close();

@@ -151,9 +151,12 @@ void EngineImpl::attach() {
 
 EngineImpl::~EngineImpl() {
   if (getpid() != pid_) {
+    const bool rdma = !nics_.empty();
     rpc_.release();  // its threads are the parent's: nothing of it can be ended here
     new rdma::Nics(std::move(nics_));
     new std::shared_ptr<rdma::WordTable>(std::move(words_));
+    // Nor may regions end their registrations: the descriptor that this goes through is the parent's as well.
+    if (rdma) new std::shared_ptr<RegionTable>(std::move(regions_));
     return;
   }
   close();
@@ -370,6 +373,10 @@ PeerImplPtr EngineImpl::peer(const rpc::SessionPtr& session) {
     if (auto state = session->state(rpc::Session::kTransferSlot)) return std::static_pointer_cast<PeerImpl>(state);
     made = std::make_shared<PeerImpl>(*this, session);
     session->set_state(rpc::Session::kTransferSlot, made);
+    if (!nics_.empty()) {
+      std::erase_if(rdma_peers_, [](auto& weak) { return weak.expired(); });
+      rdma_peers_.push_back(made);
+    }
   }
   std::weak_ptr<PeerImpl> weak = made;
   session->on_lane_close([weak](rpc::Lane& lane, const Status&) {
@@ -585,6 +592,26 @@ void EngineImpl::end_moves(Deadline deadline) {
     if (auto move = weak.lock()) move->abandon();
 }
 
+// After the sessions. Ops end, also those of peers whose session had ended before: a NIC may not have let go of them.
+void EngineImpl::stop_nics(const Status& why) {
+  std::vector<PeerImplPtr> left;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& weak : std::exchange(rdma_peers_, {}))
+      if (auto peer = weak.lock()) left.push_back(std::move(peer));
+  }
+  const auto patience = Deadline::after_ms(1000);
+  for (auto& peer : left) {
+    auto* endpoint = peer->endpoint<rdma::RdmaEndpoint>();
+    endpoint->session_over(why);  // if no thread of the session's has come to it
+    endpoint->wait_at_rest(patience);
+  }
+  pinner_.stop();
+  for (auto& worker : repair_) worker.stop();
+  for (auto& nic : nics_) nic->stop();
+  for (auto& peer : left) peer->endpoint<rdma::RdmaEndpoint>()->take_back();
+}
+
 void EngineImpl::close() {
   if (getpid() != pid_ || closed_.exchange(true)) return;
   const Status why(Code::closed, "the engine was closed");
@@ -610,11 +637,7 @@ void EngineImpl::close() {
   while (!soon.expired() && std::any_of(regions.begin(), regions.end(), mapped)) usleep(200);
   end_moves(soon);
   rpc_->close();
-  for (auto& peer : everybody)
-    if (auto* endpoint = peer->endpoint<rdma::RdmaEndpoint>()) endpoint->wait_at_rest(Deadline::after_ms(1000));
-  pinner_.stop();
-  for (auto& worker : repair_) worker.stop();
-  for (auto& nic : nics_) nic->stop();
+  stop_nics(why);
   notes_->close();
   for (auto& region : regions_->quarantined()) {
     log::warning("transfer", region->name() + " can still be written by " + region->usage().users() +

@@ -83,7 +83,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   // Registers a method whose handler wants the peer.
   void handle(uint16_t method, std::function<void(PeerImpl&, rpc::Message, rpc::Responder)> fn);
   HeldGrants& held() { return held_; }
-  std::vector<PeerImplPtr> peers() const;
+  std::vector<PeerImplPtr> peers() const;  // whose sessions are alive
   Metrics& metrics() { return metrics_; }
   // Bytes between our memory and our files or devices: close() waits for them, then gives them up.
   void track_move(const MovePtr& move);
@@ -101,6 +101,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   Status check_bounds(const Batch& batch, size_t first) const;
   void revoke_mapped(const RegionImplPtr& region);
   void end_moves(Deadline deadline);
+  void stop_nics(const Status& why);
 
   const EngineOptions options_;
   const pid_t pid_ = getpid();
@@ -123,6 +124,7 @@ class EngineImpl final : public Engine, public rpc::BulkHandler {
   std::vector<std::string> addresses_;
   std::string self_address_;  // of an engine that listens for nobody else
   std::vector<std::weak_ptr<Move>> moves_;
+  std::vector<std::weak_ptr<PeerImpl>> rdma_peers_;  // also those whose session is over: NICs may be at their ops yet
   HeldGrants held_{*this};
   Metrics metrics_;
   std::atomic<bool> closed_{false};

@@ -79,4 +79,22 @@ TEST_CASE("a notification that is taken back is delivered never, and in nobody's
   CHECK(rails.b->stats().notifications == 40);
 }
 
+TEST_CASE("a notification that waits for another's end goes out when that one is cancelled") {
+  constexpr int kUnderWay = 32;
+  Rails rails(1, kMiB);
+  auto& device = rails.here->device(0);
+  const uint64_t before = device.immediates();
+  device.set_hanging(true);  // so that no completion gives the lane a push
+  std::vector<OpPtr> ops;
+  for (int i = 0; i <= kUnderWay; ++i) ops.push_back(rails.write(0, {.deadline = soon(), .notify = "n"}));
+  CHECK(eventually([&] { return device.immediates() - before == kUnderWay; }, 5000));
+  ops.front()->cancel();
+  CHECK(ops.front()->wait().code() == Code::cancelled);
+  CHECK(eventually([&] { return device.immediates() - before == kUnderWay + 1; }, 5000));
+  device.set_hanging(false);
+  for (int i = 1; i <= kUnderWay; ++i) REQUIRE_OK(ops[i]->wait());
+  // The one that is cancelled may come as well, if its immediate is there before the peer hears that it is taken back.
+  for (int i = 1; i <= kUnderWay; ++i) CHECK(must(rails.b->next_notification(soon())).data == "n");
+}
+
 }  // namespace transfer_test

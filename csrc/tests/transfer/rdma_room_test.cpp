@@ -243,6 +243,27 @@ TEST_CASE("a peer whose NIC does not answer connect in time: TCP is the way, and
   b->close();
 }
 
+TEST_CASE("a region that its owner's NICs refuse when it is first opened is reached over TCP") {
+  auto make = [](const char* name) {
+    auto options = options_over(std::make_shared<FakeDriver>(1), name, "lazy=1");
+    options.transports = {"rdma", "tcp"};
+    return must(Engine::create(options));
+  };
+  auto a = make("a"), b = make("b");
+  Memory source(Way::rdma, kMiB), target(Way::rdma, kMiB);
+  auto local = source.register_in(*a), region = target.register_in(*b);
+  fill(source.data, kMiB, 13);
+  fake_verbs::FakeDevice::on_device = [&](const void* data) { return data == target.data; };
+  auto opened = must(a->connect(b->addresses().front(), soon()))->open(region->descriptor(), soon());
+  fake_verbs::FakeDevice::on_device = nullptr;
+  auto remote = must(std::move(opened));
+  CHECK(remote->transport() == "tcp");
+  REQUIRE_OK(must(a->write({{local, 0, remote, 0, kMiB}}, {.deadline = soon()}))->wait());
+  CHECK(mismatch(target.data, kMiB, 13) == kMiB);
+  a->close();
+  b->close();
+}
+
 TEST_CASE("an op of several instalments goes on over TCP: what each has moved is counted once, and who moved it") {
   auto here = std::make_shared<FakeDriver>(2), there = std::make_shared<FakeDriver>(2);
   auto make = [](auto driver, const char* name) {

@@ -87,6 +87,24 @@ TEST_CASE("a request that fails takes its rail out; its slices go elsewhere, and
   }
 }
 
+TEST_CASE("a request that no rail can carry fails its op at once, and is not sent again") {
+  Rails rails(1, kMiB);
+  fill(rails.source.data, kMiB, 12);
+  for (bool writes : {true, false}) {
+    CAPTURE(writes);
+    auto before = rails.a->stats();
+    rails.here->device(0).fail_request(0, Outcome::invalid_request);
+    auto op = writes ? rails.write(4096) : rails.read(4096);
+    CHECK(op->wait().code() == Code::invalid_argument);
+    CHECK(op->state() == OpState::failed);
+    CHECK(op->status().message().find("refuses a request") != std::string::npos);
+    CHECK(rails.a->stats().resent_slices == before.resent_slices);
+    rails.wait_for_rails(1);
+    REQUIRE_OK(rails.write(kMiB)->wait());
+    CHECK(mismatch(rails.target.data, kMiB, 12) == kMiB);
+  }
+}
+
 TEST_CASE("a port goes down in the middle, and up again") {
   Rails rails(2, 64 * kMiB);
   fill(rails.source.data, 64 * kMiB, 3);
@@ -139,6 +157,20 @@ TEST_CASE("everything hangs: ops end by their deadline, and the memory is the ca
     rails.wait_for_rails(2);
     REQUIRE_OK(rails.write(16 * kMiB)->wait());
     CHECK(mismatch(rails.target.data, 16 * kMiB, 6) == 16 * kMiB);
+  }
+}
+
+TEST_CASE("everything hangs, the session ends and then the engine: ops end, and let go of the memory") {
+  for (bool writes : {true, false}) {
+    CAPTURE(writes);
+    Rails rails(2, kMiB);
+    for (size_t i : {0, 1}) rails.here->device(i).set_hanging(true);
+    auto op = writes ? rails.write(kMiB, {}) : rails.read(kMiB, {});
+    rails.b->close();
+    while (rails.a->stats().sessions > 0) std::this_thread::yield();
+    rails.a->close();  // before what is posted is given up
+    CHECK(op->wait(soon(5000)).code() == Code::peer_lost);
+    REQUIRE(op->ended());
   }
 }
 
@@ -212,6 +244,16 @@ TEST_CASE("a record of an rdma region that makes no sense is an error, never a g
   };
   CHECK(parse_rdma_record(record(4096, {1, 2}), 8192).is_ok());
   CHECK(parse_rdma_record(record(4096, {}), 0).is_ok());
+  auto of_nics = [](uint32_t nics) {
+    ByteWriter out;
+    out.put(uint64_t{4096}).put(uint64_t{4096}).put(uint64_t{64}).put(uint8_t{0}).put(nics);
+    for (uint32_t i = 0; i < nics; ++i) {
+      out.put(std::string_view("nic")).put(uint8_t{3}).put(uint32_t{7}).put(uint32_t{1}).put(uint32_t{9});
+    }
+    return out.take();
+  };
+  CHECK(parse_rdma_record(of_nics(256), 4096).is_ok());
+  CHECK(!parse_rdma_record(of_nics(257), 4096).is_ok());
   for (auto& bad : {record(4096, {1}), record(4096, {1, 2, 3}), record(0, {1, 2}), record(1ull << 40, {1})})
     CHECK(!parse_rdma_record(bad, 8192).is_ok());
   auto whole = record(4096, {1, 2});

@@ -68,7 +68,8 @@ struct WorkRequest {
   uint64_t local, remote;  // addresses
 };
 
-enum class Outcome : uint8_t { done, flushed, remote_access, retries_exceeded, failed };
+// invalid_request: one that goes well on no rail, as our own NIC may not touch its memory, or theirs refuses its form.
+enum class Outcome : uint8_t { done, flushed, remote_access, invalid_request, retries_exceeded, failed };
 
 struct Completion {
   uint64_t id;  // of the work request; nothing if `received`

@@ -86,12 +86,19 @@ std::vector<LaneStats> RdmaEndpoint::lane_stats() const {
 Result<RemoteMemoryPtr> RdmaEndpoint::open(const OpenedRegion& opened, Direction, Deadline deadline) {
   auto* record = opened.descriptor.find(AccessKind::rdma);
   if (record == nullptr) return RemoteMemoryPtr();  // it is not registered with NICs: a file, say
+  auto by_tcp = [&](const Status& why) -> Result<RemoteMemoryPtr> {
+    const bool other_way = peer_.session()->alive() && peer_.endpoint<StreamEndpoint>() && peer_.features().tcp;
+    if (!other_way || why.code() == Code::deadline_exceeded || why.code() == Code::key_not_found) return why;
+    log::warning("transfer", why.with("memory of " + peer_.name() + " is reached over TCP").to_string());
+    return RemoteMemoryPtr();
+  };
   std::string asked;
   if (record->empty()) {  // the owner registers it when it is asked
     ByteWriter request;
     request.put(opened.descriptor.region).put(opened.descriptor.generation);
-    TM_ASSIGN(auto answer, peer_.session()->call_sync(kRdmaKeys, request.take(), deadline));
-    asked = std::move(answer.body);
+    auto answer = peer_.session()->call_sync(kRdmaKeys, request.take(), deadline);
+    if (!answer) return by_tcp(answer.status());
+    asked = std::move(answer->body);
     record = &asked;
   }
   TM_ASSIGN(auto memory, parse_rdma_record(*record, opened.descriptor.nbytes));
@@ -100,14 +107,7 @@ Result<RemoteMemoryPtr> RdmaEndpoint::open(const OpenedRegion& opened, Direction
     Turn turn(*this);
     if (lanes_.empty()) make_lanes(static_cast<uint32_t>(memory->nics.size()), turn);
   }
-  Status found = wait_for_lane(*memory, deadline);
-  const bool over = !peer_.session()->alive();
-  const bool other_way = peer_.endpoint<StreamEndpoint>() && peer_.features().tcp && !over;
-  if (!found && other_way && found.code() != Code::deadline_exceeded) {
-    log::warning("transfer", found.with("memory of " + peer_.name() + " is reached over TCP").to_string());
-    return RemoteMemoryPtr();
-  }
-  TM_TRY(found);
+  if (Status found = wait_for_lane(*memory, deadline); !found) return by_tcp(found);
   return RemoteMemoryPtr(memory);
 }
 
@@ -217,19 +217,19 @@ void RdmaEndpoint::enqueue(RdmaPartPtr part) {
 }
 
 void RdmaEndpoint::take_in(Later& later) {
-  while (!inbox_.empty()) {
-    for (auto& part : inbox_.take()) {
-      if (part->stopped_) continue;
-      if (over_) {
-        stop(part, peer_.session()->status(), later);
-      } else if (part->slices_.empty()) {
-        moved(part, later);
-      } else {
-        ready_or_leave(part, later);
-      }
+  if (inbox_.empty()) return;
+  for (auto& part : inbox_.take()) {
+    later.keep(part);
+    if (part->stopped_) continue;
+    if (over_) {
+      stop(part, peer_.session()->status(), later);
+    } else if (part->slices_.empty()) {
+      moved(part, later);
+    } else {
+      ready_or_leave(part, later);
     }
-    pump(later);
   }
+  pump(later);
 }
 
 // ---- The end
@@ -266,6 +266,15 @@ void RdmaEndpoint::wait_at_rest(Deadline deadline) {
   };
   for (uint64_t seen = changed_.count(); any_failing() && !deadline.expired(); seen = changed_.count())
     changed_.wait_past(seen, std::chrono::milliseconds(10));
+}
+
+void RdmaEndpoint::take_back() {
+  std::vector<RdmaLanePtr> lanes;
+  {
+    Turn turn(*this);
+    lanes = lanes_;
+  }
+  for (auto& lane : lanes) late(*lane, INT64_MAX);
 }
 
 }  // namespace torch_mooncake::transfer::rdma

@@ -64,6 +64,8 @@ class RdmaEndpoint final : public TransportEndpoint {
   void session_over(const Status& why) override;
   // After the session: until no NIC touches our memory for this peer (at most about kFlushNs).
   void wait_at_rest(Deadline deadline);
+  // After the NICs' threads: destroys what they have not flushed, so that no NIC touches our memory any more.
+  void take_back();
 
   // --- By parts, lanes and passive pairs.
   void stop(const RdmaPartPtr& part, const Status& why);
@@ -118,8 +120,8 @@ class RdmaEndpoint final : public TransportEndpoint {
   void make_ready(const RdmaPartPtr& part);
   void ready_or_leave(const RdmaPartPtr& part, Later& later);
   void pump(Later& later);
-  static const RdmaPart::Regions* regions_of_next(const RdmaPart& part);  // null: any lane will do
-  RdmaLane* best_lane(const RdmaPart::Regions* regions) const;
+  static RdmaPart::Needs needs_of_next(const RdmaPart& part);
+  RdmaLane* best_lane(const RdmaPart::Needs& needs) const;
   void completed(RdmaLane& lane, const Completion& completion, Later& later);
   void slice_done(const RdmaPartPtr& part, uint32_t slice, Later& later);
   void data_done(const RdmaPartPtr& part, Later& later);
@@ -142,6 +144,7 @@ class RdmaEndpoint final : public TransportEndpoint {
   void notify_over(RdmaPart& part, Later& later);
   void begin_waiting_notifications(Later& later);
   void send_last_by_message(uint64_t id, Later& later);
+  Incoming* incoming_at(uint64_t id);  // made if need be; null: no honest peer has so many
   void deliver(uint64_t id, Later& later);
   bool delivered(uint64_t id) const { return id < delivered_below_ || delivered_.count(id) > 0; }
   void set_delivered(uint64_t id);

@@ -59,10 +59,14 @@ class RdmaLane final : public Nic::Client, public std::enable_shared_from_this<R
            (posted_nbytes_ == 0 || posted_nbytes_ < kWindow);
   }
   // How far its NICs are from those bytes, both ends together; -1: it does not reach them.
-  int rank(const RdmaPart::Regions& regions) const {
+  int rank(const RdmaPart::Needs& needs) const {
     const uint32_t nic = nic_->index();
-    if (!regions.local->has(nic) || !regions.remote->has(remote_nic_)) return -1;
-    return static_cast<int>(regions.local->distance(nic)) + static_cast<int>(regions.remote->distances[remote_nic_]);
+    if (needs.slot && !needs.slot->has(nic)) return -1;
+    if (!needs.regions) return 0;
+    auto* local = needs.regions->local;
+    auto* remote = needs.regions->remote;
+    if (!local->has(nic) || !remote->has(remote_nic_)) return -1;
+    return static_cast<int>(local->distance(nic)) + static_cast<int>(remote->distances[remote_nic_]);
   }
   // Away for so long that what waits is not to wait for it. One that waits for room is not: it comes.
   bool given_up(int64_t now_ns) const {

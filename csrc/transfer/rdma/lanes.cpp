@@ -261,7 +261,7 @@ void RdmaEndpoint::fail(RdmaLane& lane, const Status& why, Later& later) {
 }
 
 // A NIC that does not flush (it has died) lets go of the memory when the queue pair is destroyed. This thread is the
-// NIC's, so nobody else handles its completions now.
+// NIC's, or that has ended: nobody else handles its completions now.
 bool RdmaEndpoint::late(RdmaLane& lane, int64_t now_ns) {
   HeldPairPtr pair;
   {
@@ -279,6 +279,7 @@ bool RdmaEndpoint::late(RdmaLane& lane, int64_t now_ns) {
   Turn turn(*this);
   while (!lane.posted_.empty()) {
     auto posted = lane.pop();
+    turn.later().keep(posted.part);
     if (!posted.moves()) continue;
     auto& part = posted.part;
     --part->posted_;
@@ -287,6 +288,7 @@ bool RdmaEndpoint::late(RdmaLane& lane, int64_t now_ns) {
     if (part->stopped_ || part->answered_) end_at_rest(part, turn);
   }
   flushed(lane, turn);
+  pump(turn);
   return false;
 }
 
@@ -312,9 +314,10 @@ void RdmaEndpoint::settled(RdmaLane& lane, Later& later) {
   later.destroy(lane.release_queue_pair());
   for (auto& posted : std::exchange(lane.unsettled_, {})) {
     auto& part = posted.part;
+    later.keep(part);
     --part->unsettled_;
     if (part->stopped_) {
-      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) part->op().quiescent(*part);
+      if (!over_ && part->posted_ == 0 && part->unsettled_ == 0) later.add([part] { part->op().quiescent(*part); });
       continue;
     }
     if (part->over_ || part->answered_) continue;

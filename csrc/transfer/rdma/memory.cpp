@@ -12,6 +12,7 @@ namespace torch_mooncake::transfer::rdma {
 namespace {
 
 constexpr uint64_t kPage = 4096;                // of a chunk's length
+constexpr uint32_t kMostNics = 256;             // of a peer: each makes a rail
 constexpr uint64_t kParallelNbytes = 64 << 20;  // from this on the NICs register a region at the same time
 
 Status explain_failure(const Status& status, const Nic& nic, uint64_t nbytes, bool host) {
@@ -138,7 +139,7 @@ Result<std::shared_ptr<RdmaMemory>> parse_rdma_record(const std::string& body, u
   memory->generation_address = in.get<uint64_t>();
   memory->flush = in.get<uint8_t>() != 0;
   auto nics = in.get_count(13);
-  bool plausible = memory->chunk_nbytes > 0 && memory->chunk_nbytes <= UINT32_MAX && nics > 0;
+  bool plausible = memory->chunk_nbytes > 0 && memory->chunk_nbytes <= UINT32_MAX && nics > 0 && nics <= kMostNics;
   bool any = false;
   const uint64_t chunks = plausible ? nbytes / memory->chunk_nbytes + (nbytes % memory->chunk_nbytes != 0) : 0;
   for (uint32_t i = 0; i < nics && in.ok(); ++i) {

@@ -19,7 +19,10 @@
 namespace torch_mooncake::transfer::rdma {
 namespace {
 
-constexpr uint64_t kMostIdsUnderWay = 1 << 24;  // an immediate has room for kIdBits of one
+constexpr uint64_t kMostIdsUnderWay = 1 << 20;  // from the oldest; an immediate has room for kIdBits of one
+// Of the peer's. It keeps to kMostIdsUnderWay and kNotifying, but what it has taken back may be heard of late.
+constexpr uint64_t kMostIdsAhead = 2 * kMostIdsUnderWay;
+constexpr size_t kMostIncoming = 4096;
 
 }  // namespace
 
@@ -93,7 +96,10 @@ void RdmaEndpoint::answered(const RdmaPartPtr& part, uint64_t id, const Status& 
   Turn turn(*this);
   if (part->over_ || part->stopped_ || part->notify_id_ != id) return;
   if (part->recalling_ && status.code() == Code::cancelled) return;  // as it has been recalled
-  if (!status) return stop(part, status, turn);
+  if (!status) {
+    stop(part, status, turn);
+    return pump(turn);
+  }
   part->answered_ = true;
   part->immediate_due_ = part->recalling_ = false;
   if (std::exchange(part->ready_, false)) std::erase(ready_, part);
@@ -116,7 +122,10 @@ void RdmaEndpoint::recalled(const RdmaPartPtr& part, uint64_t id, const Result<r
   Turn turn(*this);
   if (part->over_ || part->stopped_ || part->answered_ || part->notify_id_ != id) return;
   part->recalling_ = false;
-  if (!answer) return stop(part, answer.status(), turn);
+  if (!answer) {
+    stop(part, answer.status(), turn);
+    return pump(turn);
+  }
   auto held = std::exchange(part->held_, {});
   if (ByteReader(answer->body).get<uint8_t>() != 0) return;  // delivered: the answer to it is on its way
   notifying_.erase(id);
@@ -159,16 +168,31 @@ void RdmaEndpoint::on_notify(rpc::Message message, rpc::Responder responder) {
   auto lanes = in.get<uint64_t>();
   const bool flush = in.get<uint8_t>() != 0;
   auto text = in.get_string();
-  if (!in.done()) return responder.fail({Code::invalid_argument, "malformed rdma notification"});
-  Turn turn(*this);
-  if (over_) return;
-  if (delivered(id)) return responder.fail({Code::cancelled, "that notification was taken back"});
-  auto& incoming = incoming_[id];
-  incoming.text = std::move(text);
-  incoming.wanted_lanes = lanes;
-  incoming.flush = flush;
-  incoming.responder = std::move(responder);
-  deliver(id, turn);
+  if (!in.done() || text.size() > kMaxNotifyBytes)
+    return responder.fail({Code::invalid_argument, "malformed rdma notification"});
+  Status refused;
+  {
+    Turn turn(*this);
+    if (over_) return;
+    if (delivered(id)) {
+      refused = {Code::cancelled, "that notification was taken back"};
+    } else if (auto* incoming = incoming_at(id); incoming == nullptr || incoming->text) {
+      refused = {Code::invalid_argument, "an rdma notification too many"};
+    } else {
+      incoming->text = std::move(text);
+      incoming->wanted_lanes = lanes;
+      incoming->flush = flush;
+      incoming->responder = std::move(responder);
+      return deliver(id, turn);
+    }
+  }
+  responder.fail(refused);
+}
+
+RdmaEndpoint::Incoming* RdmaEndpoint::incoming_at(uint64_t id) {
+  if (auto found = incoming_.find(id); found != incoming_.end()) return &found->second;
+  if (id - delivered_below_ >= kMostIdsAhead || incoming_.size() >= kMostIncoming) return nullptr;
+  return &incoming_[id];
 }
 
 // forget: u64 id. Answer: u8, it has been delivered. If not, it never is.
@@ -179,6 +203,11 @@ void RdmaEndpoint::on_forget(rpc::Message message, rpc::Responder responder) {
   Incoming forgotten;
   Turn turn(*this);
   const bool was_delivered = delivered(id);
+  if (!was_delivered && id - delivered_below_ >= kMostIdsAhead) {
+    return turn.later().add([shared = std::make_shared<rpc::Responder>(std::move(responder))] {
+      shared->fail({Code::invalid_argument, "malformed rdma forget"});
+    });
+  }
   if (!was_delivered) {
     if (auto found = incoming_.extract(id)) forgotten = std::move(found.mapped());
     set_delivered(id);
@@ -196,7 +225,9 @@ void RdmaEndpoint::on_immediate(rpc::Message message) {
   auto id = in.get<uint64_t>();
   Turn turn(*this);
   if (!in.done() || over_ || delivered(id)) return;
-  incoming_[id].last = true;
+  auto* incoming = incoming_at(id);
+  if (incoming == nullptr) return;
+  incoming->last = true;
   deliver(id, turn);
 }
 
@@ -204,12 +235,13 @@ void RdmaEndpoint::immediate(uint32_t value) {
   constexpr uint64_t kMask = (uint64_t{1} << kIdBits) - 1;
   Turn turn(*this);
   const uint64_t ahead = (value - delivered_below_) & kMask;
-  if (over_ || ahead > kMask / 2) return;  // of one that is over
+  if (over_ || ahead >= kMostIdsAhead) return;  // of one that is over
   const uint64_t id = delivered_below_ + ahead;
   if (delivered(id)) return;
   const uint32_t lane = value >> kIdBits;
-  auto& incoming = incoming_[id];
-  lane == kLast ? void(incoming.last = true) : void(incoming.lanes |= uint64_t{1} << lane);
+  auto* incoming = incoming_at(id);
+  if (incoming == nullptr) return;
+  lane == kLast ? void(incoming->last = true) : void(incoming->lanes |= uint64_t{1} << lane);
   deliver(id, turn);
 }
 

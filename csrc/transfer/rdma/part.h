@@ -42,6 +42,10 @@ class RdmaPart final : public Part, public std::enable_shared_from_this<RdmaPart
     SlotPtr slot;
     uint32_t regions;  // with that remote one
   };
+  struct Needs {  // of what comes next, from the lane that is to carry it; null: nothing of that kind
+    const Regions* regions = nullptr;
+    const WordTable::Slot* slot = nullptr;
+  };
   struct Carrier {  // a connection that has carried some of it
     size_t lane;
     uint64_t connection;

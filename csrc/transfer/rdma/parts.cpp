@@ -25,21 +25,23 @@ void RdmaEndpoint::ready_or_leave(const RdmaPartPtr& part, Later& later) {
   if (!hopeless_) without_rails(part, hopeless_, later);
 }
 
-const RdmaPart::Regions* RdmaEndpoint::regions_of_next(const RdmaPart& part) {
+RdmaPart::Needs RdmaEndpoint::needs_of_next(const RdmaPart& part) {
   const uint32_t index = part.peek();
-  if (index == RdmaPart::kImmediate) return nullptr;
+  if (index == RdmaPart::kImmediate) return {};
   auto& slice = part.slices_[index];
-  return &part.regions_[slice.check ? part.checks_[slice.regions].regions : slice.regions];
+  if (!slice.check) return {&part.regions_[slice.regions], nullptr};
+  auto& check = part.checks_[slice.regions];
+  return {&part.regions_[check.regions], check.slot.get()};
 }
 
 // Of those that are up and nearest to that memory, at both ends, the one with the least bytes under way. If it takes no
 // more, the slice waits: those farther away are for when none near is up.
-RdmaLane* RdmaEndpoint::best_lane(const RdmaPart::Regions* regions) const {
+RdmaLane* RdmaEndpoint::best_lane(const RdmaPart::Needs& needs) const {
   RdmaLane* best = nullptr;
   int nearest = INT32_MAX;
   for (auto& lane : lanes_) {
     if (lane->state_ != RdmaLane::State::up) continue;
-    const int rank = regions ? lane->rank(*regions) : 0;
+    const int rank = lane->rank(needs);
     if (rank < 0 || rank > nearest) continue;
     if (rank < nearest) best = nullptr;
     nearest = rank;
@@ -54,11 +56,11 @@ void RdmaEndpoint::pump(Later& later) {
   std::vector<RdmaPartPtr> passed;
   while (!ready_.empty()) {
     auto part = ready_.front();
-    auto* lane = best_lane(regions_of_next(*part));
+    auto* lane = best_lane(needs_of_next(*part));
     if (lane == nullptr) {
       passed.push_back(std::move(part));
       ready_.pop_front();
-      if (passed.size() == kPassed || !best_lane(nullptr)) break;
+      if (passed.size() == kPassed || !best_lane({})) break;
       continue;
     }
     const uint32_t slice = part->take();
@@ -94,6 +96,7 @@ void RdmaEndpoint::completed(RdmaLane& lane, const Completion& completion, Later
     bool last = lane.first_id() == completion.id;
     auto posted = lane.pop();
     auto& part = posted.part;
+    later.keep(part);
     if (!part) {
       Status outcome;
       if (!good) outcome = {Code::io, completion.detail};
@@ -115,6 +118,8 @@ void RdmaEndpoint::completed(RdmaLane& lane, const Completion& completion, Later
     lane.unsettled_.push_back(posted);
     if (last && completion.outcome == Outcome::remote_access)
       stop(part, {Code::key_not_found, "the remote region was deregistered, or its rights changed"}, later);
+    else if (last && completion.outcome == Outcome::invalid_request)
+      stop(part, {Code::invalid_argument, lane.rail() + " refuses a request: " + completion.detail}, later);
     else if (last && completion.outcome != Outcome::flushed && ++part->failures_ > RdmaPart::kAttempts)
       stop(part, {Code::peer_lost, lane.rail() + ": " + completion.detail}, later);
     if (part->stopped_ || part->answered_) end_at_rest(part, later);
@@ -191,6 +196,7 @@ void RdmaEndpoint::flush_here(const RdmaPartPtr& part, Later& later) {
 void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why) {
   Turn turn(*this);
   stop(part, why, turn);
+  pump(turn);  // for a notification that has waited for its end
 }
 
 void RdmaEndpoint::stop(const RdmaPartPtr& part, const Status& why, Later& later) {
@@ -224,10 +230,14 @@ void RdmaEndpoint::end(const RdmaPartPtr& part, Later& later) {
   if (std::exchange(part->over_, true)) return;
   notify_over(*part, later);
   const bool write = part->is_write();
-  uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
+  const uint64_t moved = part->outcome_ ? part->nbytes_ : 0;
+  if (moved > part->counted_nbytes_)  // the peer says that they are there, before completions of ours do
+    part->op().add_bytes_done(moved - std::exchange(part->counted_nbytes_, moved));
   peer_.engine().metrics().bytes("rdma", write ? moved : 0, write ? 0 : moved);
-  if (part->unsettled_ == 0) part->op().quiescent(*part);
-  later.add([part, outcome = part->outcome_] { part->op().part_done(part, outcome); });
+  later.add([part, outcome = part->outcome_, settled = part->unsettled_ == 0] {
+    if (settled) part->op().quiescent(*part);
+    part->op().part_done(part, outcome);
+  });
 }
 
 void RdmaEndpoint::end_at_rest(const RdmaPartPtr& part, Later& later) {

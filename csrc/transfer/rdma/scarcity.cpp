@@ -113,8 +113,8 @@ void RdmaEndpoint::lose_hope(Later& later) {
     if (given_up(lane) && !lane->last_error_) why = lane->last_error_;
   why = {Code::peer_lost, "no RDMA rail to " + peer_.name() + ": " + (why ? "none is up" : why.to_string())};
   for (auto& part : std::deque(ready_)) {
-    auto* regions = regions_of_next(*part);
-    auto waits_for = [&](auto& lane) { return (!regions || lane->rank(*regions) >= 0) && !given_up(lane); };
+    const auto needs = needs_of_next(*part);
+    auto waits_for = [&](auto& lane) { return lane->rank(needs) >= 0 && !given_up(lane); };
     if (all || std::none_of(lanes_.begin(), lanes_.end(), waits_for)) without_rails(part, why, later);
   }
   if (!all) return;

@@ -435,6 +435,10 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
         return Outcome::flushed;
       case IBV_WC_REM_ACCESS_ERR:
         return Outcome::remote_access;
+      case IBV_WC_LOC_PROT_ERR:
+      case IBV_WC_LOC_LEN_ERR:
+      case IBV_WC_REM_INV_REQ_ERR:
+        return Outcome::invalid_request;
       case IBV_WC_RETRY_EXC_ERR:
       case IBV_WC_RNR_RETRY_EXC_ERR:
         return Outcome::retries_exceeded;

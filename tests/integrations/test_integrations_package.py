@@ -52,7 +52,11 @@ def test_they_stand_on_the_public_api(name: str):
 
 def test_no_module_is_long():
     """The compat distribution's neither; docs/integrations.md says 400 lines."""
-    lines = {file: len(file.read_text().splitlines()) for file in (ROOT / "integrations").rglob("*.py")}
+    lines = {
+        file: len(file.read_text().splitlines())
+        for file in (ROOT / "integrations").rglob("*.py")
+        if "build" not in file.parts
+    }
     assert any("mooncake_compat" in file.parts for file in lines)
     assert {file: n for file, n in lines.items() if n > 400} == {}
 

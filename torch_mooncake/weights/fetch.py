@@ -295,7 +295,7 @@ class Fetch:
         """False: there is no staging memory for it now."""
         assert upstream.slot is not None
         self._skip(upstream, route)
-        if route.next == len(route.there):
+        if route.next >= upstream.has[route.number]:  # those that it has are all there, or under way
             return True
         if (op := self._read_blob(upstream, route)) is not None:
             self._reading(upstream, op, route, None)

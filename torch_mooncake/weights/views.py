@@ -34,7 +34,7 @@ class Viewer:
     def __init__(self, room: Room, links: Links, member: Member) -> None:
         self._room, self._links, self._manifest, self._part = room, links, member.manifest, member.part
         self._found: tuple[list[str], dict[str, tuple[str, int]]] | None = None  # for these members: see _places
-        # Slots' own regions, only so that what is mapped stays mapped between two leases: to map and touch GBs takes long.
+        # Slots' own regions, so that what is mapped stays mapped between two leases: to unmap touched GBs takes long.
         self._mapped: dict[tuple[str, int], tuple[RemoteRegion, ...]] = {}
 
     def view(self, head: Head) -> dict[str, torch.Tensor]:

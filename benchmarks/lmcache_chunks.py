@@ -3,7 +3,8 @@
     python lmcache_chunks.py torch_mooncake|HOST:PORT LAYERS HIDDEN REPETITIONS
 
 HOST:PORT is a mooncake_master: then LMCache's own Mooncake Store connector is used, in its zero-copy mode. Prints
-"RESULTS {put: […], get: […]}". Every chunk has a key of its own; a chunk that comes back changed is an error.
+"RESULTS {put: […], get: […], "put, again": […], "get, again": […]}". Every chunk has a key of its own; "again": into
+the store's memory that others were in before. A chunk that comes back changed is an error.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def connect(which: str, loop: Any, layers: int, hidden: int) -> tuple[Any, Any]:
     return CreateConnector(url, loop, cpu, config, described, name), cpu
 
 
-def measure(connector: Any, cpu: Any, loop: Any, layers: int, hidden: int, count: int) -> dict[str, list[float]]:
+def measure(
+    connector: Any, cpu: Any, loop: Any, layers: int, hidden: int, count: int, first: int
+) -> dict[str, list[float]]:
     def run(call: Any) -> tuple[float, Any]:
         began = time.perf_counter()
         found = asyncio.run_coroutine_threadsafe(call, loop).result(60)
@@ -72,7 +75,7 @@ def measure(connector: Any, cpu: Any, loop: Any, layers: int, hidden: int, count
 
     seconds: dict[str, list[float]] = {"put": [], "get": []}
     for index in range(count + 1):
-        key = CacheEngineKey("m", 1, 0, 1000 + index, torch.bfloat16, {})
+        key = CacheEngineKey("m", 1, 0, first + index, torch.bfloat16, {})
         chunk = cpu.allocate(torch.Size([2, layers, TOKENS, hidden]), torch.bfloat16)
         chunk.tensor.fill_(index + 1)
         chunk.ref_count_up()
@@ -88,12 +91,26 @@ def measure(connector: Any, cpu: Any, loop: Any, layers: int, hidden: int, count
     return seconds
 
 
+def empty(connector: Any, first: int, count: int) -> None:
+    """The store has none of these chunks any more, and their memory."""
+    store = getattr(connector.getWrappedConnector(), "store", None)
+    if store is None:
+        keys = [CacheEngineKey("m", 1, 0, first + i, torch.bfloat16, {}) for i in range(count)]
+        assert all(connector.remove_sync(key) for key in keys)
+        return
+    time.sleep(1.5)  # its leases of what was read, a second
+    assert store.remove_all() == count
+
+
 def main() -> None:
     which, layers, hidden, count = sys.argv[1], *map(int, sys.argv[2:5])
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     connector, cpu = connect(which, loop, layers, hidden)
-    found = measure(connector, cpu, loop, layers, hidden, count)
+    found = measure(connector, cpu, loop, layers, hidden, count, 1000)
+    empty(connector, 1000, count + 1)
+    again = measure(connector, cpu, loop, layers, hidden, count, 2000)
+    found |= {f"{what}, again": seconds for what, seconds in again.items()}
     print("RESULTS " + json.dumps(found), flush=True)
     os._exit(0)  # what LMCache and Mooncake leave running does not end by itself
 

@@ -39,6 +39,7 @@ class Chunks:
             tm.Pool(address) if address or setting("pool", None) is None else tm.Pool(pool=setting("pool", None))
         )
         self._blobs = tm.Blobs(self.pool)
+        self._usual: tuple[int, dict[str, Any]] | None = None  # bytes and meta of a chunk that was there
         layout = repr(
             (list(map(tuple, metadata.get_shapes())), list(map(str, metadata.get_dtypes())), metadata.use_mla)
         )
@@ -92,30 +93,55 @@ class Chunks:
     def load(self, keys: Sequence[Any], allocator: Any) -> list[Any]:
         """A MemoryObj of ``allocator`` for each key, with one reference; None for a miss, a failure (logged), or where
         the allocator has no room."""
-        names = [self.key(key) for key in keys]
         results: list[Any] = [None] * len(keys)
-        wanted: list[int] = []
         try:
-            for i, found in enumerate(self._blobs.look(names, timeout=self.timeout_s)):
-                if isinstance(found, Exception):
-                    _log_failure(keys[i], found)
-                    continue
-                results[i] = _allocate(allocator, *found)
-                if results[i] is not None:
-                    wanted.append(i)
-            pieces = [[(results[i].data_ptr, results[i].get_size())] for i in wanted]
-            read = self._blobs.get_into([names[i] for i in wanted], pieces, timeout=self.timeout_s)
+            # Chunks of a layout are alike, but for the last of a request: without a question first, unless it differs.
+            usual = self._usual
+            left = list(range(len(keys)))
+            if usual is not None:
+                left = self._read(keys, [(i, usual) for i in left], results, allocator, known=False)
+            if left:
+                found = self._blobs.look([self.key(keys[i]) for i in left], timeout=self.timeout_s)
+                described = []
+                for i, each in zip(left, found, strict=True):
+                    if isinstance(each, Exception):
+                        _log_failure(keys[i], each)
+                    else:
+                        described.append((i, each))
+                self._read(keys, described, results, allocator, known=True)
         except BaseException:
             for each in results:
                 if each is not None:
                     each.ref_count_down()
             raise
-        for i, outcome in zip(wanted, read, strict=True):
-            if isinstance(outcome, Exception) or outcome != results[i].get_size():
-                _log_failure(keys[i], outcome)
-                results[i].ref_count_down()
-                results[i] = None
         return results
+
+    def _read(
+        self,
+        keys: Sequence[Any],
+        described: Sequence[tuple[int, tuple[int, dict[str, Any]]]],
+        results: list[Any],
+        allocator: Any,
+        known: bool,
+    ) -> list[int]:
+        """Of those that are as described (bytes, meta), the MemoryObjs. The others: there, but not known to be so."""
+        for i, (nbytes, meta) in described:
+            results[i] = _allocate(allocator, nbytes, meta)
+        wanted = [(i, each) for i, each in described if results[i] is not None]
+        pieces = [[(results[i].data_ptr, results[i].get_size())] for i, _ in wanted]
+        read = self._blobs.get_into([self.key(keys[i]) for i, _ in wanted], pieces, timeout=self.timeout_s)
+        others = []
+        for (i, each), outcome in zip(wanted, read, strict=True):
+            if outcome == each[0]:
+                self._usual = each
+                continue
+            results[i].ref_count_down()
+            results[i] = None
+            if not known and isinstance(outcome, int | tm.LayoutMismatch):
+                others.append(i)
+            else:
+                _log_failure(keys[i], outcome)
+        return others
 
     def remove(self, keys: Sequence[Any]) -> list[bool]:
         return self.pool.delete([self.key(key) for key in keys], timeout=self.timeout_s)

@@ -132,6 +132,23 @@ def test_batches_and_prefixes(remote: SimpleNamespace):
     assert remote.connector.batched_contains(keys) == 0
 
 
+def test_full_and_partial_chunks_in_any_order(remote: SimpleNamespace):
+    """What was read before says what is there, and is not believed where it differs."""
+    sizes = [256, 256, 77, 256, 1, 256]
+    keys, chunks = [key(30 + i) for i in range(6)], [chunk_of(remote.cpu, i, n) for i, n in enumerate(sizes)]
+    for chunk in chunks:
+        chunk.ref_count_up()
+    remote.run(remote.connector.batched_put(keys, chunks))
+    for order in ([0, 1, 2, 3, 4, 5], [2, 0], [4], [1, 4, 3], [5, 2]):
+        asked = [keys[i] for i in order] + [key(99)]
+        found = remote.run(remote.connector.batched_get(asked))
+        assert found.pop() is None
+        assert all(same(each, chunks[i]) for i, each in zip(order, found, strict=True))
+        for each in found:
+            assert each.get_ref_count() == 1
+            each.ref_count_down()
+
+
 def test_tags_of_a_request_are_part_of_the_key(remote: SimpleNamespace):
     """What must not be shared, a tenant's salt say, goes there."""
     salted = key(20, **{"lmcache.tag.cache_salt": "tenant-a"})

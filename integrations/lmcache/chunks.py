@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class Chunks:
             tm.Pool(address) if address or setting("pool", None) is None else tm.Pool(pool=setting("pool", None))
         )
         self._blobs = tm.Blobs(self.pool)
-        self._usual: tuple[int, dict[str, Any]] | None = None  # bytes and meta of a chunk that was there
+        self._usual: tuple[int, dict[str, Any]] | None = None  # bytes and meta of the largest chunk that was there
         layout = repr(
             (list(map(tuple, metadata.get_shapes())), list(map(str, metadata.get_dtypes())), metadata.use_mla)
         )
@@ -94,21 +95,22 @@ class Chunks:
         """A MemoryObj of ``allocator`` for each key, with one reference; None for a miss, a failure (logged), or where
         the allocator has no room."""
         results: list[Any] = [None] * len(keys)
+        until = time.monotonic() + self.timeout_s
         try:
             # Chunks of a layout are alike, but for the last of a request: without a question first, unless it differs.
             usual = self._usual
             left = list(range(len(keys)))
             if usual is not None:
-                left = self._read(keys, [(i, usual) for i in left], results, allocator, known=False)
+                left = self._read(keys, [(i, usual) for i in left], results, allocator, until, known=False)
             if left:
-                found = self._blobs.look([self.key(keys[i]) for i in left], timeout=self.timeout_s)
+                found = self._blobs.look([self.key(keys[i]) for i in left], timeout=max(0.0, until - time.monotonic()))
                 described = []
                 for i, each in zip(left, found, strict=True):
                     if isinstance(each, Exception):
                         _log_failure(keys[i], each)
                     else:
                         described.append((i, each))
-                self._read(keys, described, results, allocator, known=True)
+                self._read(keys, described, results, allocator, until, known=True)
         except BaseException:
             for each in results:
                 if each is not None:
@@ -122,6 +124,7 @@ class Chunks:
         described: Sequence[tuple[int, tuple[int, dict[str, Any]]]],
         results: list[Any],
         allocator: Any,
+        until: float,
         known: bool,
     ) -> list[int]:
         """Of those that are as described (bytes, meta), the MemoryObjs. The others: there, but not known to be so."""
@@ -129,11 +132,13 @@ class Chunks:
             results[i] = _allocate(allocator, nbytes, meta)
         wanted = [(i, each) for i, each in described if results[i] is not None]
         pieces = [[(results[i].data_ptr, results[i].get_size())] for i, _ in wanted]
-        read = self._blobs.get_into([self.key(keys[i]) for i, _ in wanted], pieces, timeout=self.timeout_s)
+        left = max(0.0, until - time.monotonic())
+        read = self._blobs.get_into([self.key(keys[i]) for i, _ in wanted], pieces, timeout=left)
         others = []
         for (i, each), outcome in zip(wanted, read, strict=True):
             if outcome == each[0]:
-                self._usual = each
+                if self._usual is None or self._usual[0] < each[0]:
+                    self._usual = each
                 continue
             results[i].ref_count_down()
             results[i] = None

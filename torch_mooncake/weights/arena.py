@@ -9,6 +9,8 @@ lie: as many regions as they have storages, and one slot.
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,6 +19,7 @@ import torch
 
 import torch_mooncake
 from torch_mooncake import _core
+from torch_mooncake.clock import deadline_ns, seconds_left
 from torch_mooncake.errors import Busy, LayoutMismatch
 from torch_mooncake.regions import Region, RegionSlice, RemoteSlice
 from torch_mooncake.sharding import contiguous_strides
@@ -41,7 +44,7 @@ def offsets_of(manifest: Manifest) -> tuple[Ints, int]:
     return found, at
 
 
-class Memory:
+class Memory(abc.ABC):
     """What a node has that others may read. ``close()`` when nobody shall read it any more."""
 
     def __init__(self, engine: torch_mooncake.Engine, manifest: Manifest, offsets: Ints, bases: Ints) -> None:
@@ -57,12 +60,13 @@ class Memory:
         """Whether nobody views the slot; then nobody begins to until it is offered again."""
         return True
 
+    @abc.abstractmethod
     def offer(self, slot: int) -> None:
         """What is in the slot may be viewed, where that is possible."""
 
+    @abc.abstractmethod
     def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
         """Within a slot."""
-        raise NotImplementedError
 
     def addresses(self, slot: int, at: Ints, staging: int = 0) -> Ints:
         """Addresses in this process of bytes of the node's address space. ``staging``: address of what is STAGED."""
@@ -74,8 +78,11 @@ class Memory:
         return np.where(at >= STAGED, at - STAGED + staging, firsts[index] + at - self.bases[index])
 
     def close(self, timeout: float = 30) -> None:
-        for region in (*(region for slot in self.slots for region in slot), self.board_region):
-            self._engine.deregister(region, timeout)
+        """Busy if somebody who does not answer has some of it mapped after ``timeout`` seconds; the rest is closed."""
+        deadline = deadline_ns(timeout)
+        with contextlib.ExitStack() as all_of_them:
+            for region in (self.board_region, *(region for slot in self.slots for region in slot)):
+                all_of_them.callback(lambda region: self._engine.deregister(region, seconds_left(deadline)), region)
 
 
 class Arena(Memory):
@@ -178,6 +185,9 @@ class OwnTensors(Memory):
         super().__init__(engine, manifest, found, np.array(bases, np.int64))
         self._spans = [(base, memory) for base, memory in zip(bases, memories, strict=True)]
         self.slots.append([engine.register(memory, writable=False, label="weights") for memory in memories])
+
+    def offer(self, slot: int) -> None:
+        pass  # the model's own tensors are not viewed
 
     def copy(self, slot: int, source: int, target: int, nbytes: int) -> None:
         self._bytes(target, nbytes)[:] = self._bytes(source, nbytes)

@@ -13,7 +13,7 @@ import torch
 import torch_mooncake
 from torch_mooncake.errors import Busy, DeadlineExceeded, Error, InvalidArgument, LayoutMismatch
 from torch_mooncake.transfer import Engine
-from torch_mooncake.weights.arena import Arena, OwnTensors
+from torch_mooncake.weights.arena import Arena, Memory, OwnTensors
 from torch_mooncake.weights.atoms import fitting
 from torch_mooncake.weights.delta import Area, Maker
 from torch_mooncake.weights.describe import described
@@ -95,26 +95,38 @@ class Publisher:
             staged = not_in_place(here, layout) | self._quantised.keys()
             manifest = described(tensors, layout, packed=staged if in_place else True)
         self._made = frozenset(each.scales for each in self._quantised.values())
-        self._own_engine = engine is None
-        self._engine = Engine(name=f"trainer {rank} of {name}") if engine is None else engine
-        self._own = OwnTensors(self._engine, manifest, here, sorted(staged | self._made)) if in_place else None
-        self._arena = None if in_place else Arena(self._engine, manifest)
-        memory = self._own or self._arena
-        assert memory is not None
-        self._memory = memory
-        self._member = Member.of(self._engine, memory, own_place(place), world > 1)
-        self._links = Links(self._engine, backoff=True)
-        self._watch = Watch(self._links, patience_s)
-        self._area = None if self._arena is None else Area(self._engine, self._arena)
-        self._maker = None if self._area is None else Maker(self._area)
-        self._sums = Sums(self._room, memory, self._member.uid, self._maker)
         self._fits: dict[str, bool] = {}  # targets, by uid
         self._places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in here.items()}
-        head = self._room.head()
-        self.version = head.version if head is not None else 0  # of what is current
         self._entered: list[str] = []  # uids of targets, whether they answer or not; as rank 0 knows
         self._attempt = ""  # the last one that this rank took part in
-        self._room.enter(self._member, target=False)
+        self._area: Area | None = None
+        self._own: OwnTensors | None = None
+        self._arena: Arena | None = None
+        with contextlib.ExitStack() as opened:  # what close() closes, the last first
+            if engine is None:
+                engine = opened.enter_context(Engine(name=f"trainer {rank} of {name}"))
+            self._engine = engine
+            if in_place:
+                self._memory: Memory = OwnTensors(engine, manifest, here, sorted(staged | self._made))
+                self._own = self._memory
+            else:
+                self._memory = self._arena = Arena(engine, manifest)
+            opened.callback(self._memory.close)
+            if self._arena is not None:
+                self._area = Area(engine, self._arena)
+                opened.callback(self._area.close)
+            self._member = Member.of(engine, self._memory, own_place(place), world > 1)
+            self._links = Links(engine, backoff=True)
+            opened.callback(self._links.close)
+            self._watch = Watch(self._links, patience_s)
+            self._maker = None if self._area is None else Maker(self._area)
+            self._sums = Sums(self._room, self._memory, self._member.uid, self._maker)
+            opened.callback(self._sums.close)
+            head = self._room.head()
+            self.version = head.version if head is not None else 0  # of what is current
+            self._room.enter(self._member, target=False)
+            opened.callback(self._room.leave, self._member.uid)
+            self._opened = opened.pop_all()
 
     def publish(
         self,
@@ -414,15 +426,7 @@ class Publisher:
 
     def close(self) -> None:
         """What was published can be had no more, except from subscribers."""
-        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
-            if self._own_engine:
-                last_first.callback(self._engine.close)
-            last_first.callback(self._memory.close)
-            if self._area is not None:
-                last_first.callback(self._area.close)
-            last_first.callback(self._room.leave, self._member.uid)
-            last_first.callback(self._links.close)
-            last_first.callback(self._sums.close)
+        self._opened.close()
 
     def __enter__(self) -> Publisher:
         return self

@@ -100,46 +100,11 @@ class Subscriber:
         self._room = Room(name, torch_mooncake if pool is None else pool)
         self._model, self._flip, self._on_version = model_or_state_dict, flip, on_version
         tensors, here = tensors_of(model_or_state_dict), local_tensors(model_or_state_dict)
-        self._own_engine = engine is None
-        self._engine = Engine(name=f"subscriber of {name}") if engine is None else engine
         self._staging: Staging | None = None
         self._arena: Arena | None = None
+        self._area: Area | None = None
         staged: frozenset[int] = frozenset()
-        if flip == "direct":
-            names = not_in_place(here, layout) | _scattered(tensors, here, layout)
-            manifest = described(tensors, layout)
-            self._memory: Memory = OwnTensors(self._engine, manifest, here, sorted(names), hidden=True)
-            staged = frozenset(i for i, local in enumerate(manifest.locals) if local.name in names)
-            self._staging = Staging(self._engine, staging, manifest.locals, here)
-        else:
-            manifest = described(tensors, layout, packed=True)
-            if flip != "copy":
-                _check_swap(flip, tensors, manifest.locals)
-            if flip == "view":
-                nothing = Manifest.of((), (), ())
-                self._memory = OwnTensors(self._engine, nothing, {})
-                self._memory.manifest = manifest
-            else:
-                self._arena = self._memory = Arena(self._engine, manifest)
-                for slot in range(SLOTS):
-                    self._fill(slot)
-        self._area = None if self._arena is None else Area(self._engine, self._arena)
         follows = flip in ("copy", "swap")
-        self._member = Member.of(
-            self._engine, self._memory, own_place(place), layout is not None if part is None else part,
-            relays=follows or (flip == "direct" and not staged), follows=follows,
-        )  # fmt: skip
-        self._bringer = Bringer(
-            self._engine,
-            self._room,
-            self._member,
-            self._memory,
-            patience_s,
-            staged=staged,
-            staging=self._staging,
-            area=self._area,
-        )
-        self._viewer = Viewer(self._room, self._bringer.links, self._member)
         self._changed = threading.Condition()
         self._ready: Brought | None = None
         self._error: Error | None = None
@@ -149,7 +114,53 @@ class Subscriber:
         self._brought = 0  # version
         self._head: Version | None = None  # that update() saw last, when there is no thread
         self._closed = False
-        self._room.enter(self._member, target=True)
+        with contextlib.ExitStack() as opened:  # what close() closes, the last first
+            if engine is None:
+                engine = opened.enter_context(Engine(name=f"subscriber of {name}"))
+            self._engine = engine
+            if flip == "direct":
+                names = not_in_place(here, layout) | _scattered(tensors, here, layout)
+                manifest = described(tensors, layout)
+                self._memory: Memory = OwnTensors(self._engine, manifest, here, sorted(names), hidden=True)
+                staged = frozenset(i for i, local in enumerate(manifest.locals) if local.name in names)
+            else:
+                manifest = described(tensors, layout, packed=True)
+                if flip != "copy":
+                    _check_swap(flip, tensors, manifest.locals)
+                if flip == "view":
+                    nothing = Manifest.of((), (), ())
+                    self._memory = OwnTensors(self._engine, nothing, {})
+                    self._memory.manifest = manifest
+                else:
+                    self._arena = self._memory = Arena(self._engine, manifest)
+            opened.callback(self._memory.close)
+            if flip == "direct":
+                self._staging = Staging(self._engine, staging, manifest.locals, here)
+                opened.callback(self._staging.close)
+            if self._arena is not None:
+                for slot in range(SLOTS):
+                    self._fill(slot)
+                self._area = Area(self._engine, self._arena)
+                opened.callback(self._area.close)
+            self._member = Member.of(
+                self._engine, self._memory, own_place(place), layout is not None if part is None else part,
+                relays=follows or (flip == "direct" and not staged), follows=follows,
+            )  # fmt: skip
+            self._bringer = Bringer(
+                self._engine,
+                self._room,
+                self._member,
+                self._memory,
+                patience_s,
+                staged=staged,
+                staging=self._staging,
+                area=self._area,
+            )
+            opened.callback(self._bringer.links.close)
+            self._viewer = Viewer(self._room, self._bringer.links, self._member)
+            self._room.enter(self._member, target=True)
+            opened.callback(self._room.leave, self._member.uid)
+            self._opened = opened.pop_all()
         self._thread: threading.Thread | None = None
         if follows or on_version is not None:
             self._thread = threading.Thread(target=self._run, name="tm-weights", daemon=True)
@@ -421,16 +432,7 @@ class Subscriber:
             self._thread.join()
         if self._flip == "view" and self.version:
             self._refer_to({name: tensor.clone() for name, tensor in local_tensors(self._model).items()})
-        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
-            if self._own_engine:
-                last_first.callback(self._engine.close)
-            last_first.callback(self._memory.close)
-            if self._area is not None:
-                last_first.callback(self._area.close)
-            if self._staging is not None:
-                last_first.callback(self._staging.close)
-            last_first.callback(self._bringer.links.close)
-            last_first.callback(self._room.leave, self._member.uid)
+        self._opened.close()
 
     def __enter__(self) -> Subscriber:
         return self

@@ -16,7 +16,6 @@ import torch
 
 from torch_mooncake.errors import Error, KeyNotFound, PeerLost, Unsupported
 from torch_mooncake.tensors import DTYPES
-from torch_mooncake.transfer import RemoteRegion
 from torch_mooncake.weights.atoms import compare
 from torch_mooncake.weights.board import COMPLETE, VERSION, VIEW
 from torch_mooncake.weights.bring import NobodyHasIt
@@ -34,15 +33,12 @@ class Viewer:
     def __init__(self, room: Room, links: Links, member: Member) -> None:
         self._room, self._links, self._manifest, self._part = room, links, member.manifest, member.part
         self._found: tuple[list[str], dict[str, tuple[str, int]]] | None = None  # for these members: see _places
-        # Slots' own regions, so that what is mapped stays mapped between two leases: to unmap touched GBs takes long.
-        self._mapped: dict[tuple[str, int], tuple[RemoteRegion, ...]] = {}
 
     def view(self, head: Head) -> dict[str, torch.Tensor]:
         """The local tensors, by name. Superseded: it is being overwritten; NobodyHasIt: of this host, yet; Unsupported:
         some tensors do not lie as they are here, or it is in a model's own tensors; LayoutMismatch; PeerLost."""
         owners = self._owners(head)
         places = self._places(head, owners)
-        self._mapped = {key: regions for key, regions in self._mapped.items() if key[0] in owners}
         slots = {uid: self._lease(owners[uid], head.version) for uid in {uid for uid, _ in places.values()}}
         tensors = {}
         for local in self._manifest.locals:
@@ -123,7 +119,7 @@ class Viewer:
         """The bytes of the member's slot."""
         slot = self._slot_with(member, version)
         try:
-            self._mapped[member.uid, slot] = self._links.slot(member, slot)
+            self._links.slot(member, slot)  # stays open, so that the slot stays mapped between two leases
             remote = self._links.open(member).peer.open(self._links.area(member, slot, VIEW), _OPEN_S)
         except KeyNotFound:
             raise Superseded from None

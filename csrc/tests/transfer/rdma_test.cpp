@@ -178,21 +178,25 @@ TEST_CASE("everything hangs, the session ends and then the engine: ops end, and 
 
 TEST_CASE("cancel leaves other ops alone") {
   constexpr size_t kBytes = 64 * kMiB / kSlower;
-  Rails rails(2, kBytes);
-  fill(rails.source.data, kBytes, 7);
-  for (size_t i : {0, 1}) rails.here->device(i).set_hanging(true);
-  auto cancelled = rails.write(kBytes);
-  auto other = rails.write(kBytes);
-  usleep(10'000);
-  auto before = std::chrono::steady_clock::now();
-  cancelled->cancel();
-  for (size_t i : {0, 1}) rails.here->device(i).set_hanging(false);
-  CHECK(cancelled->wait().code() == Code::cancelled);
-  const bool at_once = std::chrono::steady_clock::now() - before < std::chrono::milliseconds(RdmaEndpoint::kStopMs);
-  CHECK(cancelled->remote_quiescent());
-  REQUIRE_OK(other->wait());
-  CHECK(mismatch(rails.target.data, kBytes, 7) == kBytes);
-  if (at_once) CHECK(rails.a->stats().failovers == 0);  // the rails were well: nothing had to be flushed
+  bool at_once = false;
+  for (int attempt = 0; attempt < 10 && !at_once; ++attempt) {
+    Rails rails(2, kBytes);
+    fill(rails.source.data, kBytes, 7);
+    for (size_t i : {0, 1}) rails.here->device(i).set_hanging(true);
+    auto cancelled = rails.write(kBytes);
+    auto other = rails.write(kBytes);
+    usleep(10'000);
+    auto before = std::chrono::steady_clock::now();
+    cancelled->cancel();
+    for (size_t i : {0, 1}) rails.here->device(i).set_hanging(false);
+    CHECK(cancelled->wait().code() == Code::cancelled);
+    at_once = std::chrono::steady_clock::now() - before < std::chrono::milliseconds(RdmaEndpoint::kStopMs);
+    CHECK(cancelled->remote_quiescent());
+    REQUIRE_OK(other->wait());
+    CHECK(mismatch(rails.target.data, kBytes, 7) == kBytes);
+    if (at_once) CHECK(rails.a->stats().failovers == 0);  // the rails were well: nothing had to be flushed
+  }
+  CHECK(at_once);  // on the slowest machine one of ten
 }
 
 TEST_CASE("deregister fences: when it returns no NIC writes any more") {

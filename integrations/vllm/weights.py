@@ -73,7 +73,7 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pool: tm.Pool | None = None
+        self._opened = contextlib.ExitStack()
         self._subscriber: weights.Subscriber | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._reloading = False
@@ -84,8 +84,12 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._tensors = {
             name: torch.empty(tuple(shape), dtype=getattr(torch, dtype)) for name, dtype, shape in init_info.tensors
         }
-        self._pool = tm.Pool(init_info.address, pool=init_info.pool)
-        self._subscriber = weights.Subscriber(init_info.name, self._tensors, flip="swap", pool=self._pool)
+        with contextlib.ExitStack() as opened:
+            pool = opened.enter_context(tm.Pool(init_info.address, pool=init_info.pool))
+            self._subscriber = opened.enter_context(
+                weights.Subscriber(init_info.name, self._tensors, flip="swap", pool=pool)
+            )
+            self._opened = opened.pop_all()
 
     def start_weight_update(self) -> None:
         """Nothing: until all of the version is here, the model stays as it is."""
@@ -97,7 +101,8 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Waits for the version and loads it. The model is as it was after DeadlineExceeded, PeerLost, LayoutMismatch,
-        and Cancelled (another version is current by now: workers of one engine must not differ)."""
+        and Cancelled (another version is current by now: workers of one engine must not differ). Not after what the
+        model's ``load_weights`` raises: it has some of the version's weights until another update succeeds."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -124,12 +129,8 @@ class MooncakeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._reloading = False
 
     def shutdown(self) -> None:
-        if self._subscriber is not None:
-            self._subscriber.close()
-        if self._pool is not None:
-            self._pool.close()
-        self._subscriber = self._pool = None
-        self._tensors = {}
+        self._subscriber, self._tensors = None, {}
+        self._opened.close()
 
 
 class ShardSource(ModuleSource):
@@ -165,13 +166,17 @@ class MooncakeTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerIni
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self._info = info
-        self._pool = tm.Pool(info.address, pool=info.pool)
         published: Mapping[str, torch.Tensor] | weights.Stream
         if isinstance(source, ShardSource):
             published = dict(source.module.named_parameters())
         else:
             published = self._stream(source, info)
-        self.publisher = weights.Publisher(info.name, published, rank=info.rank, world=info.world, pool=self._pool)
+        with contextlib.ExitStack() as opened:
+            pool = opened.enter_context(tm.Pool(info.address, pool=info.pool))
+            self.publisher = opened.enter_context(
+                weights.Publisher(info.name, published, rank=info.rank, world=info.world, pool=pool)
+            )
+            self._opened = opened.pop_all()
         self.version = self.publisher.version  # that the workers have been told of
 
     @staticmethod
@@ -220,8 +225,7 @@ class MooncakeTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerIni
         self.version = published.serial
 
     def shutdown(self) -> None:
-        self.publisher.close()
-        self._pool.close()
+        self._opened.close()
 
 
 def register() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from processes import eventually
 import torch_mooncake as tm
 from torch_mooncake.weights import Place, Publisher, Subscriber, fetch
 from torch_mooncake.weights.board import HAS_SUM, VERSION
+from torch_mooncake.weights.upstream import Route
 
 COUNT, SIZE = 4, 1 << 20  # float32: 16 MiB
 NBYTES = COUNT * SIZE * 4
@@ -146,3 +148,25 @@ def test_a_source_whose_checksums_never_come_is_lost(opened, monkeypatch: pytest
     publish(publisher, mine, 1)
     with pytest.raises(tm.PeerLost, match=r"nothing came from trainer 0 of policy in 0\.5 s"):
         subscriber.update(timeout=60)
+
+
+def test_after_a_chunk_that_comes_again_nothing_is_asked_for_that_is_not_there():
+    """Chunks 0 and 2 are here, 1 comes again, and the node before has three of the four."""
+    asked: list[int] = []
+    chunks: Any = SimpleNamespace(nbytes=[10] * 4)
+    route = Route(7, [0], chunks, next=1, there=[True, False, True, False])
+    upstream: Any = SimpleNamespace(slot=0, has={7: 3}, reads=[], routes=[route], inflight=0, window=lambda: 1000)
+    node: Any = fetch.Fetch.__new__(fetch.Fetch)
+    node._word = lambda upstream, route: None
+
+    def reads(upstream: Any, op: object, route: Route, block: object) -> None:
+        asked.append(route.next)
+        route.next += 1
+
+    node._read_blob = lambda upstream, route: object()
+    node._reading = reads
+    assert node._request(upstream)
+    assert asked == [1]
+    upstream.has[7] = 4
+    assert node._request(upstream)
+    assert asked == [1, 3]

@@ -2,8 +2,7 @@
 
     python serve_once.py MODEL_FOLDER TOKENS_AS_JSON ROUNDS
 
-Run in the environment of `make env-vllm`; MODEL_FOLDER is made there if it is not (a small Llama with random weights).
-The engine core is a process of its own, which finds the modules by itself.
+Run in the environment of `make env-vllm`. The engine core is a process of its own, which finds the modules by itself.
 """
 
 from __future__ import annotations
@@ -15,28 +14,8 @@ import time
 from pathlib import Path
 
 
-def make_model(folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.25,  # at the usual 0.02 one token repeats and hides corruption
-        max_position_embeddings=1024,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-
-
 def main() -> None:
     folder, tokens, rounds = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
-    if not (folder / "config.json").exists():
-        make_model(folder)
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="2")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams

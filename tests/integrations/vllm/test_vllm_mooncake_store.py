@@ -1,4 +1,4 @@
-"""vLLM's own MooncakeStoreConnector on mooncake_compat: real engines, a small model, the same tokens from what one has
+"""vLLM's own MooncakeStoreConnector on mooncake_compat: real engines, SmolLM2, the same tokens from what one has
 computed. In the environment of `make env-vllm` (3.5 GB)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from processes import PoolEnv
 import torch_mooncake as tm
 
 pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1500)]
-WHAT = "its own MooncakeStoreConnector on mooncake_compat: four engines, a small Llama with random weights"
+WHAT = "its own MooncakeStoreConnector on mooncake_compat: four engines, SmolLM2"
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 TOKENS = [(7 * i * i + 3 * i) % 509 for i in range(150)]
 
@@ -30,7 +30,7 @@ def serve(env: dict[str, str], model: Path, rounds: int = 1) -> list[dict[str, A
     return found
 
 
-def test_a_second_engine_starts_from_what_the_first_has_computed(vllm: Path, pool_env: PoolEnv, tmp_path: Path):
+def test_a_second_engine_starts_from_what_the_first_has_computed(smollm2: Path, pool_env: PoolEnv, tmp_path: Path):
     config = tmp_path / "mooncake.json"
     config.write_text(
         json.dumps(
@@ -47,20 +47,20 @@ def test_a_second_engine_starts_from_what_the_first_has_computed(vllm: Path, poo
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MOONCAKE_CONFIG_PATH": str(config), "PYTHONHASHSEED": "0"}
     with tm.Pool(linger_s=0) as pool:  # the node stays between two engines
-        first = serve(env, tmp_path / "model", rounds=2)
+        first = serve(env, smollm2, rounds=2)
         assert first[0]["cached"] == 0
         assert first[1]["cached"] >= 96
         assert first[1]["tokens"] == first[0]["tokens"]
         stored = pool.keys("mooncake/")
         assert stored
-        (second,) = serve(env, tmp_path / "model")
+        (second,) = serve(env, smollm2)
         assert second["cached"] >= 96
         assert second["tokens"] == first[0]["tokens"]
         for key in stored:  # the negative control: what is in the pool is what is used
             pool.put(key, bytes(pool.info(key).nbytes))
-        (third,) = serve(env, tmp_path / "model")
+        (third,) = serve(env, smollm2)
         assert third["cached"] >= 96
         assert third["tokens"] != first[0]["tokens"]
         pool.delete(stored)
-        (fourth,) = serve(env, tmp_path / "model")
+        (fourth,) = serve(env, smollm2)
         assert fourth == {"tokens": first[0]["tokens"], "cached": 0}

@@ -375,6 +375,13 @@ def test_a_killed_node_is_a_code_in_bounded_time(compat_env: dict[str, str], poo
 
 
 @pytest.mark.slow
+def test_the_torchspec_example_holds_its_claims(compat_env: dict[str, str]):
+    command = [sys.executable, str(ROOT / "examples" / "torchspec_hidden_states.py"), "--samples", "3"]
+    done = subprocess.run(command, env=compat_env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "3 samples of 385 KiB, 0 changed" in done.stdout
+
+
 def test_the_distribution_has_all_of_it(tmp_path: Path):
     source = tmp_path / "source"
     shutil.copytree(COMPAT, source, ignore=shutil.ignore_patterns("__pycache__"))

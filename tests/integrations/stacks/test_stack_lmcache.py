@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from lmcache.v1.storage_backend import CreateStorageBackends
 from lmcache.v1.storage_backend.connector import CreateConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lost import lose_node
+from places import ROOT
 from processes import PoolEnv
 
 import torch_mooncake as tm
@@ -244,6 +247,14 @@ def test_the_remote_backend_of_lmcache(loop: asyncio.AbstractEventLoop):
     assert all(same(a, b) for a, b in zip(backend.batched_get_blocking(keys), chunks, strict=True))
     assert [each.get_ref_count() for each in chunks] == [1, 1, 1]
     backend.close()
+
+
+def test_the_example_holds_its_claims(pool: tm.Pool):  # the node stays between the two processes
+    command = [sys.executable, str(ROOT / "examples" / "lmcache_chunks.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "found 4, 4 of them as they were stored" in done.stdout
+    assert "hashes of this process differ" not in done.stderr
 
 
 def test_a_node_that_is_killed_is_a_miss_in_bounded_time(loop: asyncio.AbstractEventLoop, pool_env: PoolEnv):

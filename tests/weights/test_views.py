@@ -3,7 +3,10 @@ that are faster than their subscribers."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +92,32 @@ def test_a_slot_that_is_viewed_is_not_overwritten(child: Callable[..., Child], o
     assert viewers[2](UPDATE) == 10
     for i in (0, 2, 3):
         viewers[i]("subscriber.close(); tm.close()")
+
+
+@pytest.mark.slow
+def test_a_viewer_that_stands_still_keeps_its_slot_and_nobody_waiting(child: Callable[..., Child], opened):
+    trainer, mine = model(), model()
+    publisher = opened(Publisher("policy", trainer, patience_s=0.3))
+    viewer = child()
+    viewer(VIEWER, count=4)
+    publish(publisher, trainer, 1)
+    assert viewer(UPDATE) == 1
+    other = opened(Subscriber("policy", mine, flip="view"))
+    os.kill(viewer.process.pid, signal.SIGSTOP)
+    try:
+        for step in range(2, 8):
+            publish(publisher, trainer, step)
+            assert other.update(timeout=20).step == step
+            assert all(bool(tensor.eq(step).all()) for tensor in mine.values())
+        assert len(publisher._memory.slots) <= MAX_SLOTS
+        other.close()
+        began = time.monotonic()
+        with pytest.raises(tm.Busy, match="can still be touched by subscriber of policy"):
+            publisher.close()
+        assert time.monotonic() - began < 60
+    finally:
+        os.kill(viewer.process.pid, signal.SIGCONT)
+    assert viewer(VALUES) == [1]  # its memory is its own until it ends
 
 
 def test_a_subscriber_of_the_host_can_be_viewed(child: Callable[..., Child], opened):

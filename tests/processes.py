@@ -110,7 +110,16 @@ class PoolEnv:
         return sorted(pids, key=lambda pid: (_parent(pid) in pids, pid))
 
     def worker(self) -> int:
-        return self.nodes()[-1]
+        """Of the node's two processes the child, once it is seen: a process has no command line while it is replaced."""
+        workers: list[int] = []
+
+        def seen() -> bool:
+            pids = self.nodes()
+            workers[:] = [pid for pid in pids if _parent(pid) in pids]
+            return bool(workers)
+
+        assert eventually(seen)
+        return workers[-1]
 
     def log(self) -> str:
         try:

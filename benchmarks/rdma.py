@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         ratio_limit=0.9,
         note="Soft-RoCE in an emulated machine",
     )
-    for size, limit in ((1, None), (16, 1.1)):  # what is not pinning costs the same for each
+    for size, limit in ((1, 1.1), (16, 1.1)):  # what is not pinning costs the same for each
         table.measured(
             f"1000 registrations of {size} MiB",
             [1e3 * value for value in found[f"register {size}"]],

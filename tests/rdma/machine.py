@@ -55,8 +55,17 @@ class Two:
         self.local[:] = pattern(len(self.local), seed)
         return self.here.write(self.region, self.opened, timeout=timeout, **options)
 
+    def read(self, seed: int, timeout: float = 60) -> Any:
+        """Starts a read of a pattern out of all of ``remote``."""
+        self.remote[:], self.local[:] = pattern(len(self.remote), seed), bytes(len(self.local))
+        return self.here.read(self.region, self.opened, timeout=timeout)
+
+    def start(self, way: str, seed: int, timeout: float = 60) -> Any:
+        return self.read(seed, timeout) if way == "read" else self.write(seed, timeout)
+
     def check(self, seed: int) -> None:
-        assert self.remote == pattern(len(self.remote), seed)
+        """Both sides have it, whichever way it went."""
+        assert self.remote == self.local == pattern(len(self.remote), seed)
 
     def lanes(self) -> list[dict[str, Any]]:
         return [lane for lane in self.here.stats()["lanes"] if lane["transport"] == "rdma"]
@@ -64,6 +73,11 @@ class Two:
     def sent(self) -> dict[str, int]:
         """Bytes by rail, "a" and "b"."""
         return {lane["rail"].split()[0][len("rxe_")]: lane["bytes_sent"] for lane in self.lanes()}
+
+    def moved(self) -> dict[str, int]:
+        """The same, both ways."""
+        received = {lane["rail"].split()[0][len("rxe_")]: lane["bytes_received"] for lane in self.lanes()}
+        return {rail: n + received[rail] for rail, n in self.sent().items()}
 
     def up(self) -> set[str]:
         return {lane["rail"].split()[0][len("rxe_")] for lane in self.lanes() if lane["alive"]}

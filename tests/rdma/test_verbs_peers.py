@@ -39,19 +39,21 @@ class Server:
         return bool(self.process(f"result = memory == machine.pattern({nbytes}, {seed})"))
 
 
-def test_killed_in_the_middle_and_started_again_under_the_same_name(child: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_killed_in_the_middle_and_started_again_under_the_same_name(child: Callable[..., Any], way: str) -> None:
     nbytes = 32 * MiB
     with engine(0) as here:
         local = bytearray(machine.pattern(nbytes, 1))
         region = here.register(local)
         server = Server(child, nbytes)
         remote = here.connect(server.address).open(server.descriptor)
-        op = here.write(region, remote)
+        op = getattr(here, way)(region, remote)
         assert eventually(lambda: op.bytes_done > 0)
         server.process.kill()
         with pytest.raises(tm.PeerLost, match="server"):
             op.wait()
         again = Server(child, nbytes)
+        local[:] = machine.pattern(nbytes, 1)  # a read has left parts of the other's
         remote = here.connect(again.address).open(again.descriptor)
         here.write(region, remote).wait()
         assert again.holds(nbytes, 1)
@@ -85,6 +87,7 @@ def test_a_peer_stopped_in_the_middle_holds_up_no_byte(child: Callable[..., Any]
         op = here.write(here.register(local), remote, timeout=60)
         assert eventually(lambda: op.bytes_done > 0)
         with stopped(server.process.pid):
+            assert op.bytes_done < nbytes
             op.wait()
         assert op.bytes_done == nbytes
         assert server.holds(nbytes, 4)

@@ -33,22 +33,22 @@ def test_one_op_uses_both_rails_and_nothing_else() -> None:
         assert {name: n for name, n in pair.here.stats()["bytes_received"].items() if n} == {"rdma": 16 * MiB}
 
 
-@pytest.mark.parametrize("end", [0, 1])
-def test_a_rail_goes_down_in_the_middle_and_comes_back(end: int) -> None:
+@pytest.mark.parametrize(("way", "end"), [("write", 0), ("write", 1), ("read", 0), ("read", 1)])
+def test_a_rail_goes_down_in_the_middle_and_comes_back(way: str, end: int) -> None:
     with two(16 * MiB) as pair:
-        op = pair.write(2)
-        assert eventually(lambda: pair.sent()["a"] > 0)
+        op = pair.start(way, 2)
+        assert eventually(lambda: pair.moved()["a"] > 0)
         with link_down(f"a{end}"):
             op.wait()
             pair.check(2)
             pair.wait_for_rails("b")
-            pair.write(3).wait()
+            pair.start(way, 3).wait()
             pair.check(3)
         pair.wait_for_rails("ab")
-        before = pair.sent()
-        pair.write(4).wait()
+        before = pair.moved()
+        pair.start(way, 4).wait()
         pair.check(4)
-        assert all(n > before[rail] for rail, n in pair.sent().items())
+        assert all(n > before[rail] for rail, n in pair.moved().items())
         assert pair.here.stats()["failovers"] >= 1
 
 
@@ -61,20 +61,22 @@ def test_two_percent_of_the_packets_are_lost_and_no_byte() -> None:
         assert pair.local == machine.pattern(2 * MiB, 5)
 
 
-def test_one_rail_loses_everything_and_the_other_carries_it() -> None:
+@pytest.mark.parametrize(("way", "end"), [("write", 0), ("read", 1)])
+def test_one_rail_loses_everything_and_the_other_carries_it(way: str, end: int) -> None:
     with two(2 * MiB) as pair:
-        with loss(100, "b0"):
-            pair.write(6).wait()
+        with loss(100, f"b{end}"):
+            pair.start(way, 6).wait()
             pair.check(6)
             pair.wait_for_rails("a")
         pair.wait_for_rails("ab")
 
 
-def test_no_packet_arrives_anywhere_and_the_peer_is_lost_within_the_deadline() -> None:
+@pytest.mark.parametrize(("way", "end"), [("write", 0), ("read", 1)])
+def test_no_packet_arrives_anywhere_and_the_peer_is_lost_within_the_deadline(way: str, end: int) -> None:
     with two() as pair:
-        with loss(100, "a0", "b0"):
+        with loss(100, f"a{end}", f"b{end}"):
             start = time.monotonic()
-            op = pair.write(7, timeout=30)
+            op = pair.start(way, 7, timeout=30)
             with pytest.raises(tm.PeerLost, match="no RDMA rail"):
                 op.wait()
             assert time.monotonic() - start < 30

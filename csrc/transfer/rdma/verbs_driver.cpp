@@ -110,8 +110,13 @@ class VerbsRegistration final : public Registration {
 class VerbsPair final : public QueuePair {
  public:
   VerbsPair(std::shared_ptr<VerbsDevice> device, const Verbs& verbs, ibv_qp* qp, QueuePairAddress address,
-            int completions)
-      : device_(std::move(device)), verbs_(verbs), qp_(qp), address_(address), completions_(completions) {}
+            int completions, uint32_t inline_nbytes)
+      : device_(std::move(device)),
+        verbs_(verbs),
+        qp_(qp),
+        address_(address),
+        completions_(completions),
+        inline_nbytes_(inline_nbytes) {}
   ~VerbsPair() override;
   QueuePairAddress address() const override { return address_; }
   Status connect(const QueuePairAddress& remote, const Gid& our_gid, const Gid& remote_gid) override;
@@ -135,7 +140,8 @@ class VerbsPair final : public QueuePair {
       to.opcode = from.opcode == Opcode::read    ? IBV_WR_RDMA_READ
                   : from.opcode == Opcode::write ? IBV_WR_RDMA_WRITE
                                                  : IBV_WR_RDMA_WRITE_WITH_IMM;
-      to.send_flags = (from.signalled ? IBV_SEND_SIGNALED : 0) | (from.inlined ? IBV_SEND_INLINE : 0);
+      const bool copied = from.inlined && from.nbytes <= inline_nbytes_;
+      to.send_flags = (from.signalled ? IBV_SEND_SIGNALED : 0) | (copied ? IBV_SEND_INLINE : 0);
       to.imm_data = __builtin_bswap32(from.immediate);
       to.wr.rdma.remote_addr = from.remote;
       to.wr.rdma.rkey = from.remote_key;
@@ -169,7 +175,8 @@ class VerbsPair final : public QueuePair {
   const Verbs& verbs_;
   ibv_qp* const qp_;
   const QueuePairAddress address_;
-  const int completions_;  // that it may have in the device's queue
+  const int completions_;         // that it may have in the device's queue
+  const uint32_t inline_nbytes_;  // that the provider copies when a request is posted
   std::vector<Entry> list_;
 };
 
@@ -235,8 +242,9 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
   Result<std::unique_ptr<Registration>> register_dmabuf(int fd, uint64_t offset, uint64_t nbytes, uint64_t address,
                                                         bool readable, bool writable) override {
     if (!verbs_.reg_dmabuf_mr) return Status(Code::unsupported, "this libibverbs has no ibv_reg_dmabuf_mr");
-    auto rights = static_cast<int>(IBV_ACCESS_LOCAL_WRITE | remote_rights(readable, writable));
-    ibv_mr* mr = verbs_.reg_dmabuf_mr(pd_, offset, nbytes, address, fd, rights);
+    unsigned int rights = IBV_ACCESS_LOCAL_WRITE | remote_rights(readable, writable);
+    if (info_.relaxed_order) rights |= IBV_ACCESS_RELAXED_ORDERING;
+    ibv_mr* mr = verbs_.reg_dmabuf_mr(pd_, offset, nbytes, address, fd, static_cast<int>(rights));
     if (mr == nullptr) return failed("ibv_reg_dmabuf_mr", errno);
     return std::unique_ptr<Registration>(new VerbsRegistration(shared_from_this(), verbs_, mr));
   }
@@ -247,10 +255,16 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     ibv_qp_init_attr init{};
     init.qp_type = IBV_QPT_RC;
     init.send_cq = init.recv_cq = cq_;
-    init.cap = {work_requests, std::max(1u, receives), 1, 1, info_.max_inline_nbytes};
-    ibv_qp* qp = verbs_.create_qp(pd_, &init);
+    ibv_qp* qp = nullptr;
+    int error = EINVAL;
+    for (uint32_t inline_nbytes :
+         {info_.max_inline_nbytes, 0u}) {  // none: for providers that copy none, or not so many
+      if (qp != nullptr || error != EINVAL) break;
+      init.cap = {work_requests, std::max(1u, receives), 1, 1, inline_nbytes};
+      qp = verbs_.create_qp(pd_, &init);
+      error = errno;
+    }
     if (qp == nullptr) {
-      const int error = errno;
       release(completions);
       Status status = failed("ibv_create_qp", error);
       if (error == ENOMEM || error == ENOSPC || error == EAGAIN) return Status(Code::busy, status.message());
@@ -262,7 +276,8 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     address.number = qp->qp_num;
     address.first_packet = static_cast<uint32_t>(random_u64() & 0xff'ffff);
     address.mtu = info_.mtu;
-    return std::unique_ptr<QueuePair>(new VerbsPair(shared_from_this(), verbs_, qp, address, completions));
+    return std::unique_ptr<QueuePair>(
+        new VerbsPair(shared_from_this(), verbs_, qp, address, completions, init.cap.max_inline_data));
   }
 
   size_t poll(std::span<Completion> out) override {
@@ -300,7 +315,8 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
       if (other) continue;
       if (type == IBV_EVENT_PORT_ACTIVE) return Event::port_up;
       if (type == IBV_EVENT_PORT_ERR) return Event::port_down;
-      if (type == IBV_EVENT_DEVICE_FATAL) return Event::fatal;
+      // After CQ_ERR nothing is heard of any pair. Of an error of one pair its completions tell.
+      if (type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR) return Event::fatal;
       // One that is taken away may say no more than that its addresses have gone.
       ibv_port_attr port{};
       if (type == IBV_EVENT_GID_CHANGE && verbs_.query_port(context_, port_, &port) != 0) return Event::fatal;
@@ -414,7 +430,11 @@ class VerbsDevice final : public Device, public std::enable_shared_from_this<Ver
     if (reserved_ + completions > completions_) {
       int more = std::min(std::max(2 * completions_, reserved_ + completions), most_completions_);
       if (more < reserved_ + completions) return {Code::busy, "its completion queue cannot hold more queue pairs"};
-      if (int error = verbs_.resize_cq(cq_, more)) return failed("ibv_resize_cq", error);
+      if (int error = verbs_.resize_cq(cq_, more)) {
+        Status status = failed("ibv_resize_cq", error);
+        if (error == EOPNOTSUPP || error == ENOSYS) return {Code::busy, status.message()};  // as many as it has
+        return status;
+      }
       completions_ = more;
     }
     reserved_ += completions;
@@ -531,6 +551,10 @@ class VerbsDriver final : public Driver {
     std::string why = n == 0 ? "the kernel has no RDMA device" : "";
     auto refuse = [&](const std::string& reason) { why += (why.empty() ? "" : "; ") + reason; };
     for (int i = 0; i < n; ++i) {
+      if (list[i]->transport_type != IBV_TRANSPORT_IB) {  // iWARP needs librdmacm; EFA has no reliable connections
+        refuse(verbs->get_device_name(list[i]) + std::string(" is neither InfiniBand nor RoCE"));
+        continue;
+      }
       int ports = 1;
       for (int port = 1; port <= ports; ++port) {
         auto device = VerbsDevice::open(*verbs, list[i], static_cast<uint8_t>(port), filter, options);

@@ -110,7 +110,7 @@ class PoolEnv:
         return sorted(pids, key=lambda pid: (_parent(pid) in pids, pid))
 
     def worker(self) -> int:
-        """Of the node's two processes the child, once it is seen: a process has no command line while it is replaced."""
+        """Of the node's two processes the child, once it is seen: one has no command line while it is replaced."""
         workers: list[int] = []
 
         def seen() -> bool:

@@ -89,6 +89,14 @@ class Two:
             time.sleep(0.02)
 
 
+def begun(op: Any) -> bool:
+    """Whether some of its bytes are there, and not all: as soon as some are."""
+    end = time.monotonic() + 10
+    while op.bytes_done == 0 and time.monotonic() < end:
+        time.sleep(0)
+    return bool(0 < op.bytes_done < op.nbytes)
+
+
 @contextlib.contextmanager
 def two(nbytes: int = MiB, **settings: Any) -> Iterator[Two]:
     pair = Two(nbytes, **settings)
